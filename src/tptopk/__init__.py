@@ -1,0 +1,1 @@
+"""Train PyTorch models from scratch on sensitive data under differential privacy."""

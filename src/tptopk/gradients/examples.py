@@ -1,0 +1,91 @@
+"""Batches and losses: a batch is any tree of tensors led by the example axis, a loss gives one number an example."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from tptopk.privacy.refusal import Refusal
+
+Batch: TypeAlias = Any  # a tensor, or a tuple, list or dict of batches
+PerExampleLoss: TypeAlias = Callable[[nn.Module, Batch], Tensor]  # (model, batch) → [B]
+
+
+def tensors_of(batch: Batch) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+
+
+def batch_length(batch: Batch) -> int:
+    """B, the length of the example axis that all tensors of a batch share."""
+    tensors = tensors_of(batch)
+    if not tensors or any(t.dim() == 0 or len(t) != len(tensors[0]) for t in tensors):
+        raise Refusal("a batch must hold tensors that all start with the example axis; got shapes "
+                      + str([tuple(t.shape) for t in tensors]))
+    return len(tensors[0])
+
+
+def take(batch: Batch, examples: slice | Tensor) -> Batch:
+    """Some examples of a batch, in a batch of the same structure."""
+    return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def move(batch: Batch, device: torch.device) -> Batch:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def takes_output_and_target(loss: object) -> bool:
+    """Whether a loss is called on (output, target), as torch's own are, rather than on (model, batch)."""
+    if isinstance(loss, nn.Module):
+        return hasattr(loss, "reduction")
+    try:
+        return "reduction" in inspect.signature(loss).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+
+
+def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
+    """Read a loss as one number an example.
+
+    A loss with a `reduction` (`torch.nn.functional.cross_entropy`, `torch.nn.CrossEntropyLoss()`) is applied to
+    `model(inputs)` and the targets of a pair `(inputs, targets)`, without reduction, averaged over any axes past the
+    first. Anything else is called as `loss(model, batch)` and must return [B].
+    """
+    if not callable(loss):
+        raise Refusal(f"loss is {loss!r}; it must be a torch loss or a function loss(model, batch) that returns [B]")
+    if not takes_output_and_target(loss):
+        return loss
+    if isinstance(loss, nn.Module):
+        unreduced = copy.copy(loss)
+        unreduced.reduction = "none"
+
+        def apply(output: Tensor, target: Tensor) -> Tensor:
+            return unreduced(output, target)  # type: ignore[no-any-return]
+    else:
+
+        def apply(output: Tensor, target: Tensor) -> Tensor:
+            return loss(output, target, reduction="none")
+
+    def on_pair(model: nn.Module, batch: Batch) -> Tensor:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise Refusal("a torch loss needs batches of (inputs, targets); for others pass loss=f with f(model, batch) → [B]")
+        losses = apply(model(batch[0]), batch[1])
+        return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+    return on_pair
+
+
+def checked_losses(loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:
+    """The losses [B] of a batch; anything that is not one number an example is refused."""
+    losses = loss(model, batch)
+    expected = batch_length(batch)
+    if not isinstance(losses, Tensor) or losses.shape != (expected,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise Refusal(f"the loss must give one number an example, shape ({expected},); it gave {got}. "
+                      "Clipping needs each example's own gradient: do not average over the batch")
+    return losses

@@ -1,0 +1,22 @@
+"""y = x Wᵀ + b at any number of positions: ∂W_b = Σ_t g_bt ⊗ x_bt, ∂b_b = Σ_t g_bt."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tptopk.gradients.contributions import Contribution, Dense
+from tptopk.gradients.rules import Call, rule_for
+
+
+@rule_for(nn.Linear)
+def linear(call: Call) -> dict[str, Contribution]:
+    gradient = call.output_gradient
+    if gradient is None:
+        return {}
+    x = call.input.flatten(1, -2) if call.input.dim() > 2 else call.input.unsqueeze(1)  # [B, T, in]
+    g = gradient.flatten(1, -2) if gradient.dim() > 2 else gradient.unsqueeze(1)  # [B, T, out]
+    found: dict[str, Contribution] = {"weight": Dense(torch.bmm(g.transpose(1, 2), x))}  # [B, out, in]
+    if call.module.bias is not None:
+        found["bias"] = Dense(g.sum(1))
+    return found

@@ -1,0 +1,107 @@
+"""A support: the active coordinates of a model, one boolean mask per named parameter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from torch import Tensor, nn
+
+from tptopk.privacy.refusal import Refusal
+
+
+class Support:
+    """An immutable set of coordinates of named parameters. d counts all of them, k the active ones.
+
+    The parameters' order (the model's own) is the flat order; it matters only where ties are broken.
+    """
+
+    def __init__(self, masks: Mapping[str, Tensor]) -> None:
+        for name, mask in masks.items():
+            if mask.dtype != torch.bool:
+                raise TypeError(f"the mask of {name} is {mask.dtype}; a support holds booleans")
+        self.masks = dict(masks)
+        counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
+        self.sizes: dict[str, int] = dict(zip(masks, counts, strict=True))
+        self.size = sum(counts)  # k
+        self.total = sum(mask.numel() for mask in masks.values())  # d
+
+    @classmethod
+    def full(cls, model: nn.Module) -> Support:
+        """Every trainable coordinate. Parameters with `requires_grad=False` are outside d."""
+        return cls({name: torch.ones_like(p, dtype=torch.bool) for name, p in trainable(model).items()})
+
+    @property
+    def ratio(self) -> float:
+        """ρ = k/d, the realised active ratio."""
+        return self.size / self.total if self.total else 0.0
+
+    @property
+    def is_full(self) -> bool:
+        return self.size == self.total
+
+    def covers(self, name: str) -> bool:
+        """Whether every coordinate of the parameter is active."""
+        return self.sizes[name] == self.masks[name].numel()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.masks[name]
+
+    def keep(self, name: str, values: Tensor) -> Tensor:
+        """`values` with inactive coordinates set to zero, by selection: 0 × NaN would be NaN. Leading axes broadcast."""
+        if self.covers(name):
+            return values
+        return torch.where(self.masks[name], values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+    def union(self, other: Support) -> Support:
+        if self._shapes() != other._shapes():
+            raise Refusal("the two supports are of different models")
+        return Support({name: mask | other.masks[name].to(mask.device) for name, mask in self.masks.items()})
+
+    def to(self, device: torch.device | str) -> Support:
+        return Support({name: mask.to(device) for name, mask in self.masks.items()})
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Support):
+            return NotImplemented
+        return self._shapes() == other._shapes() and all(
+            torch.equal(mask.cpu(), other.masks[name].cpu()) for name, mask in self.masks.items())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Support(k={self.size}, d={self.total}, ratio={self.ratio:.4g})"
+
+    def _shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(name, tuple(mask.shape)) for name, mask in self.masks.items()]
+
+    def save(self, path: str | Path) -> None:
+        """One bit a coordinate, in a safetensors file."""
+        bits = {name: np.packbits(mask.cpu().numpy().reshape(-1)) for name, mask in self.masks.items()}
+        save_file(bits, str(path), metadata={"tptopk.support": json.dumps(self._shapes())})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Support:
+        try:
+            with safe_open(str(path), "numpy") as file:
+                shapes = json.loads((file.metadata() or {})["tptopk.support"])
+                masks = {}
+                for name, shape in shapes:
+                    count = int(np.prod(shape, dtype=np.int64))
+                    bits = np.unpackbits(file.get_tensor(name), count=count)
+                    if bits.size != count:
+                        raise ValueError(f"{name} holds {bits.size} of {count} coordinates")
+                    masks[str(name)] = torch.from_numpy(bits.astype(bool).reshape(shape))
+        except (SafetensorError, KeyError, ValueError, TypeError) as error:
+            raise Refusal(f"{path} is not a saved support: {error}") from error
+        return cls(masks)
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The named parameters that private training may update, in the model's order; a tied one appears once."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -1,0 +1,1 @@
+"""Sampling, the mechanism, and the loop that ties them to a plan."""

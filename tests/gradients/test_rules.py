@@ -1,0 +1,72 @@
+"""Promise 9: every fast path equals the slow truth, for every layer, density of the support and batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from tests.gradients.cases import CASES, make
+from tptopk.gradients.clipping import ClippedSum, clipped_sum
+from tptopk.gradients.examples import take
+from tptopk.gradients.reference import reference_clipped_sum
+from tptopk.supports.selection import top_k
+from tptopk.supports.support import Support, trainable
+
+DENSITIES = [0.0, "one", 0.01, 0.5, 1.0]
+
+
+def random_support(model: torch.nn.Module, density: float | str) -> Support:
+    scores = {name: torch.rand(p.shape) for name, p in trainable(model).items()}
+    total = sum(s.numel() for s in scores.values())
+    return top_k(scores, 1 if density == "one" else round(density * total))
+
+
+def flat(values: ClippedSum | dict[str, torch.Tensor]) -> torch.Tensor:
+    values = values.values if isinstance(values, ClippedSum) else values
+    return torch.cat([v.flatten() for v in values.values()])
+
+
+def assert_equal(fast: torch.Tensor, slow: torch.Tensor, clip_norm: float) -> None:
+    """Equal to 1e-5 of the truth, with a floor of one clipped example's rounding."""
+    assert (fast - slow).norm() <= 1e-5 * slow.norm() + 1e-6 * clip_norm
+
+
+@pytest.mark.parametrize("name", CASES)
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**31), density=st.sampled_from(DENSITIES), batch=st.sampled_from([0, 1, 7]),
+       micro=st.sampled_from([1, 3, 7]), clip_norm=st.sampled_from([1e-3, 0.1, 10.0]))
+def test_capture_equals_the_reference(name, seed, density, batch, micro, clip_norm):
+    model, data = make(name, seed, batch)
+    support = random_support(model, density)
+    slow = flat(reference_clipped_sum(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, support, clip_norm))
+    parts = [take(data, slice(i, i + micro)) for i in range(0, max(batch, 1), micro)]
+    sums = [clipped_sum(model, F.cross_entropy, part, support, clip_norm, engine="capture") for part in parts]
+    fast = flat(sum(sums[1:], sums[0]))
+    assert_equal(fast, slow, clip_norm)
+    inactive = torch.cat([~support[name].flatten() for name in support.masks])
+    assert not fast[inactive].any()
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("rnn", "gru", "lstm")])  # torch cannot vmap a recurrent model as a whole
+@pytest.mark.parametrize("density", [0.5, 1.0])
+def test_vmap_equals_the_reference(name, density):
+    model, data = make(name, 3, 7)
+    support = random_support(model, density)
+    fast = flat(clipped_sum(model, F.cross_entropy, data, support, 0.1, engine="vmap"))
+    slow = flat(clipped_sum(model, F.cross_entropy, data, support, 0.1, engine="reference"))
+    assert_equal(fast, slow, 0.1)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("engine", ["capture", "reference"])
+@pytest.mark.parametrize("density", [0.01, 1.0])
+def test_one_example_moves_the_sum_by_at_most_the_clip_norm(name, engine, density):
+    model, data = make(name, 5, 8)
+    data = (data[0] * 100 if data[0].is_floating_point() else data[0], data[1])
+    support, clip_norm = random_support(model, density), 0.05
+    without = flat(clipped_sum(model, F.cross_entropy, take(data, slice(0, 7)), support, clip_norm, engine=engine))
+    with_one = flat(clipped_sum(model, F.cross_entropy, data, support, clip_norm, engine=engine))
+    assert (with_one - without).norm() <= clip_norm * (1 + 1e-5)
