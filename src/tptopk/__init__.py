@@ -1,1 +1,18 @@
 """Train PyTorch models from scratch on sensitive data under differential privacy."""
+
+from importlib.metadata import version
+
+from tptopk.gradients.clipping import ClippedSum, clipped_sum
+from tptopk.models.fix import fix
+from tptopk.privacy.gradient import PrivateGradient
+from tptopk.privacy.methods import METHODS
+from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
+from tptopk.privacy.refusal import Refusal
+from tptopk.supports.support import Support
+from tptopk.training.evaluation import evaluate
+from tptopk.training.run import Run, load
+from tptopk.training.trainer import fit
+
+__version__ = version("tptopk")
+__all__ = ["METHODS", "ClippedSum", "Phase", "Plan", "PrivacyWarning", "PrivateGradient", "Refusal", "Run", "Support",
+           "clipped_sum", "evaluate", "fit", "fix", "load"]

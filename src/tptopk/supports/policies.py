@@ -112,7 +112,7 @@ class SupportPolicy:
         if epoch == 0:
             return top_k(uniform, k)
         seen = Support(self._scores.seen())
-        exploit = min(k - math.ceil(EXPLORATION * k), seen.size)
+        exploit = min(max(1, k - math.ceil(EXPLORATION * k)), seen.size)
         ranking = {name: torch.where(seen[name], score, torch.full_like(score, -torch.inf))
                    for name, score in self._score_ranking().items()}
         best = top_k(ranking, exploit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from tptopk.gradients.examples import Batch, batch_length, take
+from tptopk.gradients.examples import Batch, batch_length, move, take
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 
@@ -66,13 +66,7 @@ class PoissonSampler:
         return torch.from_numpy(np.flatnonzero(coins < sample_rate))
 
 
-def micro_batches(records: Records, indices: Tensor, size: int) -> Iterator[Batch]:
-    """The step's records in physical batches of at most `size`; nothing when no record was drawn."""
+def micro_batches(records: Records, indices: Tensor, size: int, device: torch.device) -> Iterator[Batch]:
+    """The step's records in physical batches of at most `size`, on the device; nothing when no record was drawn."""
     for start in range(0, len(indices), size):
-        yield records.fetch(indices[start:start + size])
-
-
-def probe_example(records: Records | Sequence[Any]) -> Batch:
-    """A batch of one record, for its structure only: see `gradients.probe.made_up_batch`."""
-    assert isinstance(records, Records)
-    return records.fetch(torch.zeros(1, dtype=torch.long))
+        yield move(records.fetch(indices[start:start + size]), device)

@@ -25,6 +25,7 @@ def gradients_alone(call: Call, inputs: tuple[Any, ...], axes: tuple[Any, ...], 
     if all(g is None for g in call.gradients):
         return {}
     parameters = {name: p.detach() for name, p in call.module.named_parameters()}
+    inputs = tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs)
     weights = [None if g is None else g.detach().float() for g in call.gradients]
     weight_axes = [None if g is None else axis for g, axis in zip(weights, output_axes, strict=True)]
 
@@ -51,8 +52,7 @@ def _plain_kernels() -> Iterator[None]:
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with torch.backends.cudnn.flags(enabled=False), torch.autocast("cpu", enabled=False), \
-                torch.autocast("cuda", enabled=False):
+        with torch.backends.cudnn.flags(enabled=False):
             yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)

@@ -1,0 +1,177 @@
+"""A run: what training leaves behind, in memory and in a folder.
+
+A run folder holds `run.json` (status, configuration, results), `plan.json`, `ledger.jsonl`, `metrics.jsonl`,
+`support.safetensors`, `model.safetensors` and `statement.md`. None of them holds a noise or sampling secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.statement import Facts, statement
+from tptopk.supports.support import Support
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step may show: numbers of the plan, and of the private gradient."""
+
+    step: int  # over all phases, from 1
+    phase: int
+    support_size: int
+    learning_rate: float
+    gradient_norm: float | None  # of the private gradient; None in a run that is not private
+
+
+@dataclass
+class Run:
+    """A trained model with the account of what its training cost."""
+
+    model: nn.Module
+    plan: Plan
+    epsilon: float  # spent, by the plan's accountant
+    support: Support
+    history: list[StepRecord]
+    test: dict[str, float]
+    facts: Facts
+    status: str
+    seconds: float
+    engine: str
+    folder: Path | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def delta(self) -> float:
+        return self.plan.delta
+
+    def statement(self) -> str:
+        """What may be claimed for this run and what may not, in Markdown."""
+        return statement(self.plan, self.facts)
+
+    def summary(self) -> dict[str, Any]:
+        """The run in plain values, as `run.json` holds it."""
+        return {
+            "format": FORMAT, "status": self.status, "method": self.plan.method,
+            "epsilon": self.epsilon if self.plan.spec.private else None, "delta": self.plan.delta,
+            "active": self.support.size, "coordinates": self.support.total, "test": self.test, "seconds": round(self.seconds, 3),
+            "engine": self.engine, "facts": asdict(self.facts), "config": self.config,
+            "versions": {**{name: version(name) for name in ("tptopk", "torch", "numpy", "dp-accounting")},
+                         "python": platform.python_version()},
+        }
+
+
+class RunFolder:
+    """Writes a run folder; refuses one that already holds a run."""
+
+    def __init__(self, path: str | Path, plan: Plan, config: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        if (self.path / "run.json").exists() or (self.path / "ledger.jsonl").exists():
+            raise Refusal(f"{self.path} already holds a run; choose another folder, or move that one away")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._write("plan.json", plan.to_json())
+            self._write("run.json", json.dumps({"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}))
+        except OSError as error:
+            raise Refusal(f"cannot write to {self.path}: {error.strerror}") from error
+        self.ledger = self.path / "ledger.jsonl"
+        self._metrics = open(self.path / "metrics.jsonl", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def record(self, step: StepRecord) -> None:
+        self._metrics.write(json.dumps(asdict(step)) + "\n")
+
+    def close(self, run: Run) -> None:
+        """Write down the end, whatever it was; `run.json` last."""
+        self._metrics.close()
+        save_weights(run.model, self.path / "model.safetensors")
+        run.support.save(self.path / "support.safetensors")
+        self._write("statement.md", run.statement())
+        self._write("run.json", json.dumps(run.summary(), indent=2))
+
+    def _write(self, name: str, text: str) -> None:
+        """All of the file or none of it."""
+        temporary = self.path / f".{name}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.path / name)
+
+
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Parameters and buffers, each stored once; shared ones are restored by name."""
+    seen: dict[int, str] = {}
+    tensors, shared = {}, {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in seen:
+            shared[name] = seen[id(value)]
+        else:
+            seen[id(value)] = name
+            tensors[name] = value.detach().cpu().contiguous()
+    save_file(tensors, str(path), metadata={"shared": json.dumps(shared)})
+
+
+def load(path: str | Path, model: nn.Module) -> Run:
+    """Read a run folder back, its weights into `model`."""
+    folder = Path(path)
+    try:
+        summary = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+        if summary["format"] != FORMAT:
+            raise Refusal(f"{folder} was written by another version of tptopk (format {summary['format']}, here {FORMAT})")
+        if summary["status"] == "running":
+            raise Refusal(f"{folder} holds a run that is still going on, or was killed before it could save a model")
+        plan = Plan.from_dict(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+        weights = load_file(str(folder / "model.safetensors"))
+        support = Support.load(folder / "support.safetensors")
+        history = [StepRecord(**json.loads(line)) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        epsilon = summary["epsilon"] if plan.spec.private else float("inf")
+        facts = Facts(**summary["facts"])
+        run = Run(model, plan, epsilon, support, history, summary["test"], facts, summary["status"],
+                  summary["seconds"], summary["engine"], folder, summary["config"])
+    except FileNotFoundError as error:
+        raise Refusal(f"{folder} is not a run folder: {Path(error.filename).name} is missing") from error
+    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError, NotADirectoryError) as error:
+        raise Refusal(f"{folder} is not a readable run folder: {error}") from error
+    load_weights(model, weights)
+    return run
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    tied = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
+    known = {tied[name] for name in weights if name in tied}
+    missing = [name for name, key in tied.items() if name not in weights and key not in known]
+    if missing or set(weights) - set(tied):
+        raise Refusal(f"the weights are of another model: {(missing or sorted(set(weights) - set(tied)))[0]} does not match")
+    with contextlib.suppress(KeyError):
+        for name, value in weights.items():
+            if model.state_dict()[name].shape != value.shape:
+                raise Refusal(f"the weights are of another model: {name} has shape {tuple(value.shape)}, "
+                              f"the model's has {tuple(model.state_dict()[name].shape)}")
+    model.load_state_dict(dict(weights), strict=False)
+    model.eval()
+
+
+def ledger_facts(ledger: Ledger, *, seeded: bool, test_metrics: bool, averaged: bool) -> Facts:
+    """What the statement needs to know beside the plan."""
+    return Facts(
+        epsilon=ledger.epsilon() if ledger.plan.spec.private else None,
+        charged_steps=[ledger.steps[i] for i in range(len(ledger.plan.phases))],
+        seeded=seeded, test_metrics=test_metrics, averaged=averaged,
+    )

@@ -1,0 +1,168 @@
+"""`fit`: train a model by a plan."""
+
+from __future__ import annotations
+
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from tptopk.gradients.examples import Batch, in_precision, per_example
+from tptopk.gradients.probe import choose_engine, refuse_unsuitable
+from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.plan import Plan, PrivacyWarning
+from tptopk.privacy.randomness import Streams
+from tptopk.privacy.refusal import Refusal, check_count, refuse_unknown_keywords
+from tptopk.supports.policies import RatioSchedule, SupportPolicy
+from tptopk.supports.support import Support, trainable
+from tptopk.training.evaluation import evaluate
+from tptopk.training.mechanism import Mechanism
+from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts
+from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
+from tptopk.training.updates import Updater, WeightAverage, check_optimizer
+
+FLOATS_PER_MICRO_BATCH = 2**27  # half a gibibyte of per-example gradients
+
+
+@refuse_unknown_keywords
+def fit(
+    model: nn.Module, train_set: Any, plan: Plan, optimizer: Optimizer, *, loss: Callable[..., Tensor],
+    test_set: Any = None, collate: Collate | None = None, scheduler: LRScheduler | None = None, score: str = "paper",
+    ratio_schedule: str | RatioSchedule = "constant", ema: float | None = None, precision: str = "fp32",
+    micro_batch_size: int | None = None, engine: str = "auto", device: torch.device | str | None = None,
+    out: str | Path | None = None, seed: int | None = None, on_step: Callable[[StepRecord], None] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Run:
+    """Train `model` in place by `plan` and return the run.
+
+    `train_set`: a map-style dataset, a TensorDataset or a tuple of tensors, of exactly `plan.dataset_size` records.
+    `loss`: a torch loss for (inputs, targets) records, or any `loss(model, batch) -> [B]`.
+    `scheduler`: any learning-rate scheduler that needs no metric; stepped after every step.
+    `score`: how `tp-topk` and `on-topk` rank coordinates: "paper" or "factored".
+    `ratio_schedule`: "constant", "linear" or "cosine" from all coordinates down to the plan's active ratio, or a
+    callable from progress in [0, 1] to a ratio.
+    `ema`: decay of a moving average of the weights; the run's model is then the average.
+    `precision`: "fp32", or "bf16" for the forward pass; gradients are clipped and summed in float32 either way.
+    `micro_batch_size`: records in memory at once; changes memory and time, never the update.
+    `engine`: "auto", "capture", "vmap" or "reference" (see `clipped_sum`).
+    `out`: a folder for the run. `seed`: repeatable noise and samples, for experiments: such a run must not be released.
+    `on_step`: called after every step with its `StepRecord`.
+
+    Formal guarantees: the sequence of private gradients, and so the model and everything else returned except the
+    metrics on `test_set`, is (`run.epsilon`, `plan.delta`)-DP for the records of `train_set`, as `run.statement()`
+    says. Refusals come before anything is charged. On Ctrl-C or an error the folder is left readable, holding the
+    model so far and what was charged.
+    """
+    records = Records(train_set, collate)
+    _check_length(records, plan)
+    device = _settle_device(model, device)
+    check_optimizer(optimizer, model)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise Refusal("ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps")
+    if micro_batch_size is not None:
+        check_count("micro_batch_size", micro_batch_size)
+    elif trainable(model):
+        coordinates = sum(p.numel() for p in trainable(model).values())
+        micro_batch_size = max(1, min(512, FLOATS_PER_MICRO_BATCH // coordinates))
+    losses = in_precision(per_example(loss), precision)
+    model.train()
+    one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
+    if plan.spec.private:
+        engine = choose_engine(model, losses, one, engine)
+    else:
+        refuse_unsuitable(model)
+        warnings.warn("method 'non-private': no clipping, no noise. This model is NOT private", PrivacyWarning, stacklevel=3)
+        engine = "ordinary"
+    everything = Support.full(model)
+    streams = Streams(run=secrets.token_hex(8), seed=seed)
+    policy = SupportPolicy(plan, everything, lambda n: streams.numpy("support", n), score, ratio_schedule)
+    average = WeightAverage(model, ema) if ema is not None else None
+    folder = RunFolder(out, plan, config or {}) if out is not None else None
+    ledger = Ledger(plan, folder.ledger if folder else None)
+    mechanism = Mechanism(model, losses, plan, ledger, streams, engine)
+    sampler = PoissonSampler(plan.dataset_size, streams)
+    updater = Updater(model, optimizer)
+
+    history: list[StepRecord] = []
+    started = time.monotonic()
+    status = "failed"
+    support = everything
+    try:
+        ledger.charge_queries()
+        for phase, numbers in enumerate(plan.phases):
+            for step in range(numbers.steps):
+                _check_length(records, plan)
+                support = policy.support(phase, step)
+                batches = micro_batches(records, sampler.sample(phase, step, numbers.sample_rate), micro_batch_size or 1, device)
+                norm = None
+                if plan.spec.private:
+                    private = mechanism.private_gradient(batches, support, phase, step)
+                    policy.observe(private)
+                    norm = float(torch.stack([v.norm() for v in private.values.values()]).norm())
+                    updater.apply(private.values, support)
+                else:
+                    ledger.charge(phase, step, support.size)
+                    updater.apply(_ordinary_gradient(model, losses, batches, plan.expected_batch_size(numbers)), support)
+                rate = float(optimizer.param_groups[0]["lr"])
+                if scheduler is not None:
+                    scheduler.step()
+                if average is not None:
+                    average.update()
+                history.append(StepRecord(len(history) + 1, phase, support.size, rate, norm))
+                if folder:
+                    folder.record(history[-1])
+                if on_step:
+                    on_step(history[-1])
+        status = "finished"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        if average is not None and history:
+            average.write_to_model()
+        model.eval()
+        test = evaluate(model, test_set, loss, collate=collate, device=device) if status == "finished" and test_set is not None else {}
+        facts = ledger_facts(ledger, seeded=seed is not None, test_metrics=bool(test), averaged=average is not None)
+        run = Run(model, plan, ledger.epsilon(), support, history, test, facts, status, time.monotonic() - started,
+                  engine, folder.path if folder else None, dict(config or {}))
+        if folder:
+            folder.close(run)
+    return run
+
+
+def _check_length(records: Records, plan: Plan) -> None:
+    found = len(records)
+    if found == 0:
+        raise Refusal("the dataset is empty")
+    if found != plan.dataset_size:
+        raise Refusal(f"the plan declares a dataset of {plan.dataset_size} records and this one has {found}; the size is a public number of "
+                      "the plan and must be right throughout the run")
+
+
+def _settle_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        model.to(torch.device(device))
+    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(places) != 1:
+        raise Refusal(f"the model's tensors are on {len(places)} devices; move the whole model to one")
+    return places.pop()
+
+
+def _ordinary_gradient(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: Iterable[Batch],
+                       divisor: float) -> dict[str, Tensor]:
+    """Σ_i g_i / B without clipping or noise, for the non-private method alone."""
+    parameters = trainable(model)
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for batch in batches:
+        gradients = torch.autograd.grad(loss(model, batch).sum(), list(parameters.values()), allow_unused=True)
+        for name, gradient in zip(parameters, gradients, strict=True):
+            if gradient is not None:
+                total[name] += gradient / divisor
+    return total
