@@ -14,5 +14,19 @@ from tptopk.training.run import Run, load
 from tptopk.training.trainer import fit
 
 __version__ = version("tptopk")
-__all__ = ["METHODS", "ClippedSum", "Phase", "Plan", "PrivacyWarning", "PrivateGradient", "Refusal", "Run", "Support",
-           "clipped_sum", "evaluate", "fit", "fix", "load"]
+__all__ = [
+    "METHODS",
+    "ClippedSum",
+    "Phase",
+    "Plan",
+    "PrivacyWarning",
+    "PrivateGradient",
+    "Refusal",
+    "Run",
+    "Support",
+    "clipped_sum",
+    "evaluate",
+    "fit",
+    "fix",
+    "load",
+]

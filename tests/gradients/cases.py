@@ -138,13 +138,23 @@ def convolution(layer: Callable[[], nn.Module], channels: int, *space: int, act:
 
 CASES: dict[str, Case] = {
     "linear": Case(lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)), normal(5)),
-    "linear without bias": Case(lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.ReLU(inplace=True), nn.Linear(4, 3)), normal(5)),
+    "linear without bias": Case(
+        lambda: nn.Sequential(nn.Linear(5, 4, bias=False), nn.ReLU(inplace=True), nn.Linear(4, 3)), normal(5)
+    ),
     "linear on a sequence": Case(lambda: Pooled(nn.Linear(5, 4), 4), normal(7, 5)),
     "linear on a grid": Case(lambda: Pooled(nn.Linear(5, 4), 4), normal(2, 3, 5)),
     "conv1d": convolution(lambda: nn.Conv1d(3, 4, 3, padding=1), 4, 3, 8),
-    "conv1d stride dilation": convolution(lambda: nn.Conv1d(4, 6, 2, stride=2, dilation=2, groups=2, padding=1), 6, 4, 9),
+    "conv1d stride dilation": convolution(
+        lambda: nn.Conv1d(4, 6, 2, stride=2, dilation=2, groups=2, padding=1), 6, 4, 9
+    ),
     "conv2d": convolution(lambda: nn.Conv2d(2, 4, 3, padding=1), 4, 2, 6, 5, act=True),
-    "conv2d all options": convolution(lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2, bias=False), 6, 4, 7, 6),
+    "conv2d all options": convolution(
+        lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2, bias=False),
+        6,
+        4,
+        7,
+        6,
+    ),
     "conv2d depthwise": convolution(lambda: nn.Conv2d(4, 4, 3, groups=4, padding="same", dilation=2), 4, 4, 6, 6),
     "conv2d same even kernel": convolution(lambda: nn.Conv2d(2, 3, 4, padding="same"), 3, 2, 6, 6),
     "conv2d circular": convolution(lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="circular"), 3, 2, 5, 5),
@@ -159,8 +169,12 @@ CASES: dict[str, Case] = {
     "rms norm": Case(lambda: Pooled(nn.RMSNorm(5), 5), normal(4, 5)),
     # Flattened at once: torch 2.13's own gradient of instance norm is wrong on a CPU for a single example whose output
     # gradient lies channels-last in memory.
-    "instance norm": Case(lambda: nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(36, 3)), normal(4, 3, 3)),
-    "instance norm 1d": Case(lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(24, 3)), normal(4, 6)),
+    "instance norm": Case(
+        lambda: nn.Sequential(nn.InstanceNorm2d(4, affine=True), nn.Flatten(), nn.Linear(36, 3)), normal(4, 3, 3)
+    ),
+    "instance norm 1d": Case(
+        lambda: nn.Sequential(nn.InstanceNorm1d(4, affine=True), nn.Flatten(), nn.Linear(24, 3)), normal(4, 6)
+    ),
     "attention": Case(lambda: Pooled(SelfAttention(True, mask=True), 8), normal(5, 8)),
     "attention time first": Case(lambda: Pooled(SelfAttention(False), 8), normal(4, 8)),
     "attention of three inputs": Case(lambda: Pooled(CrossAttention(), 8), normal(5, 8)),

@@ -36,12 +36,21 @@ def assert_equal(fast: torch.Tensor, slow: torch.Tensor, clip_norm: float) -> No
 
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(seed=st.integers(0, 2**31), density=st.sampled_from(DENSITIES), batch=st.sampled_from([0, 1, 7]),
-       micro=st.sampled_from([1, 3, 7]), clip_norm=st.sampled_from([1e-3, 0.1, 10.0]))
+@given(
+    seed=st.integers(0, 2**31),
+    density=st.sampled_from(DENSITIES),
+    batch=st.sampled_from([0, 1, 7]),
+    micro=st.sampled_from([1, 3, 7]),
+    clip_norm=st.sampled_from([1e-3, 0.1, 10.0]),
+)
 def test_capture_equals_the_reference(name, seed, density, batch, micro, clip_norm):
     model, data = make(name, seed, batch)
     support = random_support(model, density)
-    slow = flat(reference_clipped_sum(model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, support, clip_norm))
+    slow = flat(
+        reference_clipped_sum(
+            model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, support, clip_norm
+        )
+    )
     parts = [take(data, slice(i, i + micro)) for i in range(0, max(batch, 1), micro)]
     sums = [clipped_sum(model, F.cross_entropy, part, support, clip_norm, engine="capture") for part in parts]
     fast = flat(sum(sums[1:], sums[0]))
@@ -50,7 +59,9 @@ def test_capture_equals_the_reference(name, seed, density, batch, micro, clip_no
     assert not fast[inactive].any()
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("rnn", "gru", "lstm")])  # torch cannot vmap a recurrent model as a whole
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if n not in ("rnn", "gru", "lstm")]
+)  # torch cannot vmap a recurrent model as a whole
 @pytest.mark.parametrize("density", [0.5, 1.0])
 def test_vmap_equals_the_reference(name, density):
     model, data = make(name, 3, 7)

@@ -64,7 +64,9 @@ class Capture:
             self._handles.append(module.register_forward_hook(self._record, with_kwargs=True))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -77,14 +79,22 @@ class Capture:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for n, tensor in enumerate(tensors):
             if tensor.dim() <= axis(module, n) or tensor.shape[axis(module, n)] != self._batch:
-                raise NotCaptured(f"an output of {type(module).__name__} has shape {tuple(tensor.shape)}, "
-                                  f"which is not led by the batch of {self._batch}")
+                raise NotCaptured(
+                    f"an output of {type(module).__name__} has shape {tuple(tensor.shape)}, "
+                    f"which is not led by the batch of {self._batch}"
+                )
         # An in-place activation on a view rewrites the view's history and cuts the edge: give it a tensor of its own.
         leaves = [leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf for leaf in leaves]
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        call = Call(module, self._batch, args, kwargs, [get_gradient_edge(t) if t.requires_grad else None for t in tensors],
-                    [tuple(t.shape) for t in tensors])
+        call = Call(
+            module,
+            self._batch,
+            args,
+            kwargs,
+            [get_gradient_edge(t) if t.requires_grad else None for t in tensors],
+            [tuple(t.shape) for t in tensors],
+        )
         call.gradients = [None] * len(tensors)
         if self._listen:
             for n, edge in enumerate(call.edges):
@@ -111,8 +121,11 @@ class Capture:
                 name = self._names.get(id(parameters[local]))
                 if name is not None:
                     found[name].append(contribution)
-        return {name: parts[0] if len(parts) == 1 else Dense(_sum([part.dense() for part in parts]))
-                for name, parts in found.items() if parts}
+        return {
+            name: parts[0] if len(parts) == 1 else Dense(_sum([part.dense() for part in parts]))
+            for name, parts in found.items()
+            if parts
+        }
 
 
 def _sum(parts: list[Tensor]) -> Tensor:

@@ -36,8 +36,15 @@ class ClippedSum:
         return ClippedSum({name: value + other.values[name] for name, value in self.values.items()}, self.clip_norm)
 
 
-def clipped_sum(model: nn.Module, loss: Callable[..., Tensor], batch: Batch, support: Support, clip_norm: float, *,
-                engine: str = "capture") -> ClippedSum:
+def clipped_sum(
+    model: nn.Module,
+    loss: Callable[..., Tensor],
+    batch: Batch,
+    support: Support,
+    clip_norm: float,
+    *,
+    engine: str = "capture",
+) -> ClippedSum:
     """Mask, then clip, then sum: Σ_i (m ⊙ g_i) · min(1, C / ‖m ⊙ g_i‖₂).
 
     Formal guarantees: each example adds a vector of norm at most C, up to float32 rounding, whatever the support,
@@ -84,7 +91,9 @@ def captured_contributions(model: nn.Module, loss: PerExampleLoss, batch: Batch)
 
 
 @torch.no_grad()
-def _clip(model: nn.Module, contributions: Mapping[str, Contribution], support: Support, clip_norm: float) -> ClippedSum:
+def _clip(
+    model: nn.Module, contributions: Mapping[str, Contribution], support: Support, clip_norm: float
+) -> ClippedSum:
     active = {name: c for name, c in contributions.items() if support.sizes[name]}
     for name, contribution in active.items():
         if not support.covers(name):

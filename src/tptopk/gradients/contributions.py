@@ -36,7 +36,8 @@ class Dense:
         self.values = self.values.masked_fill(~mask, 0.0)
 
     def squared_norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self.values.flatten(1), dim=1).square()
+        norms: Tensor = torch.linalg.vector_norm(self.values.flatten(1), dim=1)
+        return norms.square()
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         values = self.values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).flatten(1)  # [B, p]
@@ -60,7 +61,7 @@ class Rows:
         self.values = self.values.masked_fill(~mask[self.row], 0.0)
 
     def squared_norms(self) -> Tensor:
-        squares = torch.linalg.vector_norm(self.values, dim=1).square()
+        squares: Tensor = torch.linalg.vector_norm(self.values, dim=1).square()
         return squares.new_zeros(self.batch).index_add_(0, self.example, squares)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:

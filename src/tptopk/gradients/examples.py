@@ -27,8 +27,10 @@ def batch_length(batch: Batch) -> int:
     """B, the length of the example axis that all tensors of a batch share."""
     tensors = tensors_of(batch)
     if not tensors or any(t.dim() == 0 or len(t) != len(tensors[0]) for t in tensors):
-        raise Refusal("a batch must hold tensors that all start with the example axis; got shapes "
-                      + str([tuple(t.shape) for t in tensors]))
+        raise Refusal(
+            "a batch must hold tensors that all start with the example axis; got shapes "
+            + str([tuple(t.shape) for t in tensors])
+        )
     return len(tensors[0])
 
 
@@ -64,7 +66,7 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
         return loss
     if isinstance(loss, nn.Module):
         unreduced = copy.copy(loss)
-        unreduced.reduction = "none"
+        unreduced.__dict__["reduction"] = "none"
 
         def apply(output: Tensor, target: Tensor) -> Tensor:
             return unreduced(output, target)  # type: ignore[no-any-return]
@@ -75,7 +77,9 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
 
     def on_pair(model: nn.Module, batch: Batch) -> Tensor:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise Refusal("a torch loss needs batches of (inputs, targets); for others pass loss=f with f(model, batch) → [B]")
+            raise Refusal(
+                "a torch loss needs batches of (inputs, targets); for others pass loss=f with f(model, batch) → [B]"
+            )
         losses = apply(model(batch[0]), batch[1])
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
@@ -88,8 +92,10 @@ def checked_losses(loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tens
     expected = batch_length(batch)
     if not isinstance(losses, Tensor) or losses.shape != (expected,):
         got = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise Refusal(f"the loss must give one number an example, shape ({expected},); it gave {got}. "
-                      "Clipping needs each example's own gradient: do not average over the batch")
+        raise Refusal(
+            f"the loss must give one number an example, shape ({expected},); it gave {got}. "
+            "Clipping needs each example's own gradient: do not average over the batch"
+        )
     return losses
 
 

@@ -49,16 +49,22 @@ def refuse_unsuitable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, _BATCH_NORMS) and not isinstance(module, nn.modules.instancenorm._InstanceNorm):
-            raise Refusal(f"{name or 'the model'} is a {kind}: it mixes the examples of a batch and keeps statistics of them, so no "
-                          "per-example guarantee can hold. Call tptopk.fix(model) to replace it by GroupNorm")
+            raise Refusal(
+                f"{name or 'the model'} is a {kind}: it mixes the examples of a batch and keeps statistics of them, so no "
+                "per-example guarantee can hold. Call tptopk.fix(model) to replace it by GroupNorm"
+            )
         if getattr(module, "track_running_stats", False):
-            raise Refusal(f"{name or 'the model'} ({kind}) keeps running statistics of the data outside the mechanism; "
-                          "set track_running_stats=False")
+            raise Refusal(
+                f"{name or 'the model'} ({kind}) keeps running statistics of the data outside the mechanism; "
+                "set track_running_stats=False"
+            )
     if not trainable(model):
         raise Refusal("the model has no parameter with requires_grad=True; there is nothing to train")
     for name, p in trainable(model).items():
         if p.dtype != torch.float32:
-            raise Refusal(f"parameter {name} is {p.dtype}; keep parameters in float32 and choose precision='bf16' for speed")
+            raise Refusal(
+                f"parameter {name} is {p.dtype}; keep parameters in float32 and choose precision='bf16' for speed"
+            )
 
 
 def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, engine: str = "auto") -> str:
@@ -76,9 +82,15 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
             return candidate
         except (NotCaptured, NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
             reasons.append(f"{candidate}: {str(error).splitlines()[0]}")
-    raise Refusal("no engine gives right per-example gradients for this model.\n  " + "\n  ".join(reasons)
-                  + ("" if engine == "reference" else
-                     "\nIf examples are independent, engine='reference' works one example at a time, slowly"))
+    raise Refusal(
+        "no engine gives right per-example gradients for this model.\n  "
+        + "\n  ".join(reasons)
+        + (
+            ""
+            if engine == "reference"
+            else "\nIf examples are independent, engine='reference' works one example at a time, slowly"
+        )
+    )
 
 
 def _refuse_traces(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None:
@@ -91,8 +103,10 @@ def _refuse_traces(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None
         except Refusal:
             raise
         except Exception as error:
-            raise Refusal(f"the model or the loss failed on made-up examples of the data's shapes {_shapes(batch)}: "
-                          f"{type(error).__name__}: {error}") from error
+            raise Refusal(
+                f"the model or the loss failed on made-up examples of the data's shapes {_shapes(batch)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
     for name, buffer in model.named_buffers():
         if name in before and not torch.equal(buffer, before[name]):
             raise Refusal(f"buffer {name} changes when the model is run: it would carry data past the mechanism")
@@ -101,14 +115,18 @@ def _refuse_traces(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None
     uses = _uses(losses)
     for name, p in trainable(model).items():
         if id(p) not in uses:
-            raise Refusal(f"parameter {name} has no gradient: the loss does not use it (or only through a reentrant checkpoint). "
-                          "Set requires_grad=False on it, or use_reentrant=False")
+            raise Refusal(
+                f"parameter {name} has no gradient: the loss does not use it (or only through a reentrant checkpoint). "
+                "Set requires_grad=False on it, or use_reentrant=False"
+            )
     if inputs:
         gradients = torch.autograd.grad(losses[0], inputs, allow_unused=True, retain_graph=True)
         for gradient in gradients:
             if gradient is not None and bool((gradient[1:] != 0).any()):
-                raise Refusal("an example's loss depends on the other examples of its batch, so clipping one gradient does not "
-                              "bound one record's influence; make the model treat examples independently")
+                raise Refusal(
+                    "an example's loss depends on the other examples of its batch, so clipping one gradient does not "
+                    "bound one record's influence; make the model treat examples independently"
+                )
     for tensor in inputs:
         tensor.requires_grad_(False)
 
@@ -125,15 +143,19 @@ def _check_capture(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None
             recorded[id(p)] = uses.get(id(p), 0) if id(call.module) in whole else recorded.get(id(p), 0) + 1
     for name, p in trainable(model).items():
         if uses.get(id(p), 0) != recorded.get(id(p), 0):
-            raise NotCaptured(f"parameter {name} is used {uses.get(id(p), 0)} times, of which {recorded.get(id(p), 0)} in calls "
-                              "of its own layer: it is used as a bare tensor, or inside a checkpoint")
+            raise NotCaptured(
+                f"parameter {name} is used {uses.get(id(p), 0)} times, of which {recorded.get(id(p), 0)} in calls "
+                "of its own layer: it is used as a bare tensor, or inside a checkpoint"
+            )
     capture.differentiate(losses[0])
     for call in capture.calls:
         for n, gradient in enumerate(call.gradients):
             if gradient is not None:
                 axis = capture._rules[call.module].batch_axis(call.module, n)
                 if bool((gradient.narrow(axis, 1, EXAMPLES - 1) != 0).any()):
-                    raise NotCaptured(f"{type(call.module).__name__} does not keep the batch on axis {axis} of its output")
+                    raise NotCaptured(
+                        f"{type(call.module).__name__} does not keep the batch on axis {axis} of its output"
+                    )
 
 
 def _check_against_reference(model: nn.Module, loss: PerExampleLoss, batch: Batch, engine: str) -> None:
@@ -154,8 +176,10 @@ def _check_against_reference(model: nn.Module, loss: PerExampleLoss, batch: Batc
     error = torch.stack([(fast[name] - slow[name]).norm() for name in slow]).norm()
     scale = torch.stack([value.norm() for value in slow.values()]).norm()
     if not bool(error <= TOLERANCE * scale + 1e-6):
-        raise NotCaptured(f"on made-up examples its clipped sum differs from the reference by {float(error):.3g} "
-                          f"of {float(scale):.3g}")
+        raise NotCaptured(
+            f"on made-up examples its clipped sum differs from the reference by {float(error):.3g} "
+            f"of {float(scale):.3g}"
+        )
 
 
 def _uses(losses: Tensor) -> dict[int, int]:

@@ -9,8 +9,9 @@ from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, take
 from tptopk.supports.support import Support, trainable
 
 
-def reference_clipped_sum(model: nn.Module, loss: PerExampleLoss, batch: Batch, support: Support,
-                          clip_norm: float) -> dict[str, Tensor]:
+def reference_clipped_sum(
+    model: nn.Module, loss: PerExampleLoss, batch: Batch, support: Support, clip_norm: float
+) -> dict[str, Tensor]:
     """Σ_i (m ⊙ g_i) · min(1, C / ‖m ⊙ g_i‖), examples with a gradient that is not finite left out."""
     parameters = trainable(model)
     total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}

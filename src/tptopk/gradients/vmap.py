@@ -31,7 +31,8 @@ def vmap_contributions(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> 
 
     def one(parameters: dict[str, Tensor], example: Batch) -> Tensor:
         alone = tree_map(lambda leaf: leaf[None] if isinstance(leaf, Tensor) else leaf, example)
-        return functional_call(whole, {f"model.{name}": p for name, p in parameters.items()}, (alone,)).sum()
+        losses: Tensor = functional_call(whole, {f"model.{name}": p for name, p in parameters.items()}, (alone,))
+        return losses.sum()
 
     parameters = {name: p.detach() for name, p in trainable(model).items()}
     axes = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, batch)

@@ -13,7 +13,9 @@ def fix(model: nn.Module) -> nn.Module:
     The affine weights are kept; running statistics are dropped. Build the optimizer afterwards: the affine
     parameters are the same objects, but a model that *is* a BatchNorm comes back as another one.
     """
-    if isinstance(model, nn.modules.batchnorm._BatchNorm) and not isinstance(model, nn.modules.instancenorm._InstanceNorm):
+    if isinstance(model, nn.modules.batchnorm._BatchNorm) and not isinstance(
+        model, nn.modules.instancenorm._InstanceNorm
+    ):
         norm = nn.GroupNorm(math.gcd(32, model.num_features), model.num_features, eps=model.eps, affine=model.affine)
         if model.affine:
             norm.weight, norm.bias = model.weight, model.bias

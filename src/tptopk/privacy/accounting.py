@@ -73,8 +73,10 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str, inter
 
 def _pld_epsilon(segments: tuple[Segment, ...], delta: float, interval: float) -> float:
     if delta < SMALLEST_PLD_DELTA:
-        raise Refusal(f"delta is {delta:g}; under the pld accountant it must be at least {SMALLEST_PLD_DELTA:g} "
-                      "(its arithmetic rounds at about 1e-15 of probability); use accountant='rdp'")
+        raise Refusal(
+            f"delta is {delta:g}; under the pld accountant it must be at least {SMALLEST_PLD_DELTA:g} "
+            "(its arithmetic rounds at about 1e-15 of probability); use accountant='rdp'"
+        )
     # A very large ε does not need buckets of 1e-4, and would not fit in memory with them.
     interval *= max(1.0, _rdp_epsilon(segments, delta, classic=False) / 25.0)
     composed = functools.reduce(lambda a, b: a.compose(b), (_segment_pld(s, interval) for s in segments))
@@ -84,8 +86,11 @@ def _pld_epsilon(segments: tuple[Segment, ...], delta: float, interval: float) -
 @functools.lru_cache(maxsize=64)
 def _segment_pld(segment: Segment, interval: float) -> Any:
     one = pld.from_gaussian_mechanism(
-        segment.noise_multiplier, sampling_prob=segment.sample_rate, value_discretization_interval=interval,
-        pessimistic_estimate=True, use_connect_dots=True,
+        segment.noise_multiplier,
+        sampling_prob=segment.sample_rate,
+        value_discretization_interval=interval,
+        pessimistic_estimate=True,
+        use_connect_dots=True,
     )
     return one.self_compose(segment.steps)
 
@@ -94,7 +99,9 @@ def _rdp_epsilon(segments: tuple[Segment, ...], delta: float, *, classic: bool) 
     accountant = dp_accounting.rdp.RdpAccountant()
     with _without_excluded_order_warnings():
         for s in segments:
-            event = dp_accounting.PoissonSampledDpEvent(s.sample_rate, dp_accounting.GaussianDpEvent(s.noise_multiplier))
+            event = dp_accounting.PoissonSampledDpEvent(
+                s.sample_rate, dp_accounting.GaussianDpEvent(s.noise_multiplier)
+            )
             accountant.compose(event, s.steps)
         if not classic:
             return float(accountant.get_epsilon(delta))

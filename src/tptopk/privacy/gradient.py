@@ -26,6 +26,8 @@ class PrivateGradient:
 def require_private(gradient: object) -> PrivateGradient:
     """Refuse anything that has not passed the mechanism."""
     if not isinstance(gradient, PrivateGradient):
-        raise TypeError(f"expected a PrivateGradient, got {type(gradient).__name__}: only what the mechanism has released "
-                        "may be scored, logged or used to choose a support")
+        raise TypeError(
+            f"expected a PrivateGradient, got {type(gradient).__name__}: only what the mechanism has released "
+            "may be scored, logged or used to choose a support"
+        )
     return gradient

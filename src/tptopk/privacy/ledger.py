@@ -29,8 +29,16 @@ class Ledger:
     def charge_queries(self) -> None:
         """Charge the plan's queries outside training; first, and whether or not they are asked in the end."""
         for index, query in enumerate(self.plan.queries):
-            self._append({"kind": "query", "query": index, "name": query.name, "steps": query.steps,
-                          "noise_multiplier": query.noise_multiplier, "sample_rate": query.sample_rate})
+            self._append(
+                {
+                    "kind": "query",
+                    "query": index,
+                    "name": query.name,
+                    "steps": query.steps,
+                    "noise_multiplier": query.noise_multiplier,
+                    "sample_rate": query.sample_rate,
+                }
+            )
         self._charged_queries = True
 
     def charge(self, phase: int, step: int, support_size: int) -> None:
@@ -38,12 +46,20 @@ class Ledger:
         if phase >= len(self.plan.phases) or step != self.steps[phase] or step >= self.plan.phases[phase].steps:
             raise RuntimeError(f"step {step} of phase {phase} is not the next step of the plan: nothing was charged")
         p = self.plan.phases[phase]
-        self._append({
-            "kind": "step", "attempt": self.attempt, "phase": phase, "step": step,
-            "noise_multiplier": p.noise_multiplier, "sample_rate": p.sample_rate,
-            "clip_norm": p.clip_norm if self.plan.spec.private else None,
-            "divisor": self.plan.expected_batch_size(p), "support_size": support_size, "adjacency": self.plan.adjacency,
-        })
+        self._append(
+            {
+                "kind": "step",
+                "attempt": self.attempt,
+                "phase": phase,
+                "step": step,
+                "noise_multiplier": p.noise_multiplier,
+                "sample_rate": p.sample_rate,
+                "clip_norm": p.clip_norm if self.plan.spec.private else None,
+                "divisor": self.plan.expected_batch_size(p),
+                "support_size": support_size,
+                "adjacency": self.plan.adjacency,
+            }
+        )
         self.steps[phase] += 1
 
     def segments(self) -> list[Segment]:
@@ -54,8 +70,9 @@ class Ledger:
         """ε of what has been charged so far. Reading it changes nothing."""
         if not self.plan.spec.private:
             return float("inf")
-        return accounting.epsilon(self.segments(), self.plan.delta if delta is None else delta,
-                                  accountant or self.plan.accountant)
+        return accounting.epsilon(
+            self.segments(), self.plan.delta if delta is None else delta, accountant or self.plan.accountant
+        )
 
     def _append(self, line: dict[str, Any], create: bool = False) -> None:
         if self.path is None:

@@ -84,18 +84,27 @@ class Plan:
         if self.accountant not in ACCOUNTANTS:
             raise Refusal(f"unknown accountant {self.accountant!r}{nearest(str(self.accountant), ACCOUNTANTS)}")
         if self.adjacency != ADJACENCY:
-            raise Refusal(f"adjacency is {self.adjacency!r}; only {ADJACENCY!r} is accounted for (the dataset's size is "
-                          "public and one record may be replaced by one that contributes nothing)")
+            raise Refusal(
+                f"adjacency is {self.adjacency!r}; only {ADJACENCY!r} is accounted for (the dataset's size is "
+                "public and one record may be replaced by one that contributes nothing)"
+            )
         if len(self.phases) < (2 if method.warmup else 1):
-            raise Refusal(f"{method.name} needs at least {2 if method.warmup else 1} phases; the plan has {len(self.phases)}")
+            raise Refusal(
+                f"{method.name} needs at least {2 if method.warmup else 1} phases; the plan has {len(self.phases)}"
+            )
         for phase in (*self.phases, *self.queries):
             if (phase.noise_multiplier > 0) != method.private:
-                raise Refusal(f"noise_multiplier is {phase.noise_multiplier} in a plan for {method.name}; it must be "
-                              + ("above 0" if method.private else "0, with an infinite clip_norm"))
+                raise Refusal(
+                    f"noise_multiplier is {phase.noise_multiplier} in a plan for {method.name}; it must be "
+                    + ("above 0" if method.private else "0, with an infinite clip_norm")
+                )
         if method.private and self.delta * self.dataset_size >= 1:
             warnings.warn(
                 f"delta = {self.delta:g} is at or above 1/dataset_size = {1 / self.dataset_size:g}: such a guarantee allows "
-                "publishing a random record outright; choose delta well below it", PrivacyWarning, stacklevel=3)
+                "publishing a random record outright; choose delta well below it",
+                PrivacyWarning,
+                stacklevel=3,
+            )
 
     @property
     def spec(self) -> Method:
@@ -143,8 +152,10 @@ class Plan:
             if unknown:
                 raise Refusal(f"a plan has no field {sorted(unknown)[0]!r}")
             phases = {
-                key: tuple(Phase(**{**p, "clip_norm": math.inf if p["clip_norm"] is None else p["clip_norm"]})
-                           for p in values.get(key, ()))
+                key: tuple(
+                    Phase(**{**p, "clip_norm": math.inf if p["clip_norm"] is None else p["clip_norm"]})
+                    for p in values.get(key, ())
+                )
                 for key in ("phases", "queries")
             }
             return cls(**{**values, **phases})
@@ -157,10 +168,21 @@ class Plan:
     @classmethod
     @refuse_unknown_keywords
     def calibrate(
-        cls, method: str, *, epsilon: float, delta: float, batch_size: int, dataset_size: int,
-        epochs: float | None = None, steps: int | None = None, active_ratio: float = 0.4,
-        warmup: float = 0.3, warmup_budget: float | None = 0.3, clip_norm: float | Sequence[float] = 1.0,
-        accountant: str = "pld", queries: Sequence[Phase] = (),
+        cls,
+        method: str,
+        *,
+        epsilon: float,
+        delta: float,
+        batch_size: int,
+        dataset_size: int,
+        epochs: float | None = None,
+        steps: int | None = None,
+        active_ratio: float = 0.4,
+        warmup: float = 0.3,
+        warmup_budget: float | None = 0.3,
+        clip_norm: float | Sequence[float] = 1.0,
+        accountant: str = "pld",
+        queries: Sequence[Phase] = (),
     ) -> Plan:
         """The plan of a method whose whole cost is ε: never more, and at most 0.1% less.
 
@@ -185,8 +207,10 @@ class Plan:
                 check_number("warmup_budget", warmup_budget, above=0, below=1)
             first = round(warmup * total)
             if not 0 < first < total:
-                raise Refusal(f"warmup = {warmup:g} of {total} steps leaves {first} for the warm-up and {total - first} for "
-                              "the rest; both need at least one")
+                raise Refusal(
+                    f"warmup = {warmup:g} of {total} steps leaves {first} for the warm-up and {total - first} for "
+                    "the rest; both need at least one"
+                )
             counts = [first, total - first]
         clips = list(clip_norm) if isinstance(clip_norm, Sequence) else [clip_norm] * len(counts)
         if len(clips) != len(counts):
@@ -195,19 +219,40 @@ class Plan:
             check_number("clip_norm", clip, above=0)
         names = ["warm-up", "sparse"] if spec.warmup else ["training"]
         started = time.monotonic()
-        sigmas = _calibrated_noise(spec, [Segment(0.0, batch_size / dataset_size, count) for count in counts],
-                                   [query.segment for query in queries], epsilon, delta, warmup_budget, accountant)
+        sigmas = _calibrated_noise(
+            spec,
+            [Segment(0.0, batch_size / dataset_size, count) for count in counts],
+            [query.segment for query in queries],
+            epsilon,
+            delta,
+            warmup_budget,
+            accountant,
+        )
         if time.monotonic() - started > 20:
-            warnings.warn(f"calibration took {time.monotonic() - started:.0f} s; accountant='rdp' is much faster and "
-                          "costs about 8% more noise", PrivacyWarning, stacklevel=3)
+            warnings.warn(
+                f"calibration took {time.monotonic() - started:.0f} s; accountant='rdp' is much faster and "
+                "costs about 8% more noise",
+                PrivacyWarning,
+                stacklevel=3,
+            )
         return cls(
             phases=tuple(
-                Phase(steps=count, sample_rate=batch_size / dataset_size, noise_multiplier=sigma,
-                      clip_norm=clip if spec.private else math.inf, name=name)
+                Phase(
+                    steps=count,
+                    sample_rate=batch_size / dataset_size,
+                    noise_multiplier=sigma,
+                    clip_norm=clip if spec.private else math.inf,
+                    name=name,
+                )
                 for count, sigma, clip, name in zip(counts, sigmas, clips, names, strict=True)
             ),
-            delta=delta, dataset_size=dataset_size, method=method, accountant=accountant, queries=tuple(queries),
-            active_ratio=active_ratio if spec.sparse else 1.0, target_epsilon=epsilon if spec.private else None,
+            delta=delta,
+            dataset_size=dataset_size,
+            method=method,
+            accountant=accountant,
+            queries=tuple(queries),
+            active_ratio=active_ratio if spec.sparse else 1.0,
+            target_epsilon=epsilon if spec.private else None,
         )
 
 
@@ -222,8 +267,15 @@ def _total_steps(epochs: float | None, steps: int | None, sample_rate: float) ->
     return max(1, round(epochs / sample_rate))
 
 
-def _calibrated_noise(spec: Method, segments: list[Segment], queries: list[Segment], epsilon: float, delta: float,
-                      warmup_budget: float | None, accountant: str) -> list[float]:
+def _calibrated_noise(
+    spec: Method,
+    segments: list[Segment],
+    queries: list[Segment],
+    epsilon: float,
+    delta: float,
+    warmup_budget: float | None,
+    accountant: str,
+) -> list[float]:
     if not spec.private:
         return [0.0] * len(segments)
     if len(segments) == 1 or warmup_budget is None:

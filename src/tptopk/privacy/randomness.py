@@ -21,7 +21,9 @@ class Streams:
 
     def __init__(self, run: str, attempt: int = 1, seed: int | None = None) -> None:
         """`seed` makes a run repeatable for experiments; whoever knows it can subtract the noise."""
-        self._secret = secrets.token_bytes(32) if seed is None else hashlib.sha256(f"tptopk seed {seed}".encode()).digest()
+        self._secret = (
+            secrets.token_bytes(32) if seed is None else hashlib.sha256(f"tptopk seed {seed}".encode()).digest()
+        )
         self._place = [run if seed is None else "", attempt]
 
     def __repr__(self) -> str:

@@ -28,11 +28,21 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; it is one of: {', '.join(sorted(choices))}"
 
 
-def check_number(name: str, value: float, *, above: float = -math.inf, least: float = -math.inf,
-                 below: float = math.inf, most: float = math.inf) -> None:
+def check_number(
+    name: str,
+    value: float,
+    *,
+    above: float = -math.inf,
+    least: float = -math.inf,
+    below: float = math.inf,
+    most: float = math.inf,
+) -> None:
     """Refuse a value that is not a finite number inside the given open and closed bounds."""
-    bounds = [f"{word} {bound:g}" for word, bound in
-              (("above", above), ("at least", least), ("below", below), ("at most", most)) if math.isfinite(bound)]
+    bounds = [
+        f"{word} {bound:g}"
+        for word, bound in (("above", above), ("at least", least), ("below", below), ("at most", most))
+        if math.isfinite(bound)
+    ]
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not (above < value < below and least <= value <= most):
         raise Refusal(f"{name} is {value!r}; it must be a finite number {' and '.join(bounds)}".rstrip())

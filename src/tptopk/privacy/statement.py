@@ -22,8 +22,10 @@ class Facts:
 
 def statement(plan: Plan, facts: Facts) -> str:
     if not plan.spec.private:
-        return ("# Privacy statement\n\n**This model is NOT private.** It was trained without clipping and without noise, for comparison. "
-                "It may reveal its training records; do not release it.\n")
+        return (
+            "# Privacy statement\n\n**This model is NOT private.** It was trained without clipping and without noise, for comparison. "
+            "It may reveal its training records; do not release it.\n"
+        )
     return "\n".join([*_claim(plan, facts), "", *_mechanism(plan, facts), "", *_limits(plan, facts)]) + "\n"
 
 
@@ -35,8 +37,11 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
     paper = accounting.epsilon(segments, plan.delta, "rdp-paper")
     lines = ["# Privacy statement", ""]
     if facts.seeded:
-        lines += ["**Not for release.** This run was an experiment with a fixed seed: whoever knows the seed can subtract the noise. "
-                  "The figures below describe the mechanism, not this model.", ""]
+        lines += [
+            "**Not for release.** This run was an experiment with a fixed seed: whoever knows the seed can subtract the noise. "
+            "The figures below describe the mechanism, not this model.",
+            "",
+        ]
     return [
         *lines,
         f"Training satisfies **(ε, δ) = ({_up(facts.epsilon)}, {plan.delta:g})** differential privacy (accountant: {plan.accountant}).",
@@ -52,20 +57,30 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
 
 def _mechanism(plan: Plan, facts: Facts) -> list[str]:
     lines = [
-        "## What was done", "",
+        "## What was done",
+        "",
         f"Method {plan.method}: {plan.spec.summary}. Each step drew a Poisson sample, set inactive coordinates of each record's gradient "
         "to zero, clipped it to norm C, added Gaussian noise of standard deviation σC on the active coordinates, and divided by the "
-        "public expected batch size.", "",
-        "| phase | steps charged | of planned | sample rate | σ | C | divisor |", "|---|---|---|---|---|---|---|",
+        "public expected batch size.",
+        "",
+        "| phase | steps charged | of planned | sample rate | σ | C | divisor |",
+        "|---|---|---|---|---|---|---|",
     ]
     for phase, charged in zip(plan.phases, facts.charged_steps, strict=True):
-        lines.append(f"| {phase.name or 'training'} | {charged} | {phase.steps} | {phase.sample_rate:.6g} | {phase.noise_multiplier:.6g} | "
-                     f"{phase.clip_norm:g} | {plan.expected_batch_size(phase):.6g} |")
+        lines.append(
+            f"| {phase.name or 'training'} | {charged} | {phase.steps} | {phase.sample_rate:.6g} | {phase.noise_multiplier:.6g} | "
+            f"{phase.clip_norm:g} | {plan.expected_batch_size(phase):.6g} |"
+        )
     for query in plan.queries:
-        lines.append(f"| query: {query.name} | {query.steps} | {query.steps} | {query.sample_rate:.6g} | {query.noise_multiplier:.6g} | "
-                     f"{query.clip_norm:g} | – |")
-    lines += ["", "A record whose gradient is not finite contributes zero; no file, message or figure of the run depends on "
-              "whether there was one."]
+        lines.append(
+            f"| query: {query.name} | {query.steps} | {query.steps} | {query.sample_rate:.6g} | {query.noise_multiplier:.6g} | "
+            f"{query.clip_norm:g} | – |"
+        )
+    lines += [
+        "",
+        "A record whose gradient is not finite contributes zero; no file, message or figure of the run depends on "
+        "whether there was one.",
+    ]
     if facts.averaged:
         lines += ["The released weights are a moving average of the trained ones, which costs nothing."]
     return lines
@@ -73,16 +88,25 @@ def _mechanism(plan: Plan, facts: Facts) -> list[str]:
 
 def _limits(plan: Plan, facts: Facts) -> list[str]:
     return [
-        "## What is not covered", "",
+        "## What is not covered",
+        "",
         "- Choosing hyper-parameters, or the best of several runs, on the private data: every run on it counts, and this statement "
         "counts one.",
         "- Statistics of the data used in preprocessing, unless they are listed above as a query.",
         "- Training loss or accuracy measured on the private records. This library computes none.",
-        *(["- The metrics on the test set: they describe the test records, which have no guarantee."] if facts.test_metrics else []),
+        *(
+            ["- The metrics on the test set: they describe the test records, which have no guarantee."]
+            if facts.test_metrics
+            else []
+        ),
         "- Errors raised by the data itself (a record that cannot be read), and how long a step took.",
         "- Floating-point effects: noise is drawn in float32 from "
-        + ("a generator seeded for the experiment" if facts.seeded else "Philox streams keyed from 256 bits of operating-system entropy "
-           "(128-bit keys on a CPU, 64-bit on CUDA), which are not cryptographic generators")
+        + (
+            "a generator seeded for the experiment"
+            if facts.seeded
+            else "Philox streams keyed from 256 bits of operating-system entropy "
+            "(128-bit keys on a CPU, 64-bit on CUDA), which are not cryptographic generators"
+        )
         + "; attacks on the low bits of floating-point noise are outside the model.",
         "- What the record cannot prove: that the data was the data described, and that the software was run unmodified.",
     ]

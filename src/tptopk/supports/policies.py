@@ -48,8 +48,14 @@ def ratio_schedule(schedule: str | RatioSchedule, final: float) -> RatioSchedule
 class SupportPolicy:
     """The support of every step of a run, for any of the methods."""
 
-    def __init__(self, plan: Plan, everything: Support, stream: Callable[[int], np.random.Generator],
-                 score: str = "paper", schedule: str | RatioSchedule = "constant") -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        everything: Support,
+        stream: Callable[[int], np.random.Generator],
+        score: str = "paper",
+        schedule: str | RatioSchedule = "constant",
+    ) -> None:
         """`stream(n)` is the n-th data-independent random stream; all sizes are checked here, before any charge."""
         self._method, self._everything, self._stream = plan.spec, everything, stream
         self._rank = score_named(score)
@@ -63,16 +69,22 @@ class SupportPolicy:
         if not self._method.sparse:
             return {}
         first = 1 if self._method.warmup else 0
-        starts = [(index, step) for index, phase in enumerate(plan.phases) if index >= first
-                  for step in range(0, phase.steps, phase.steps_per_epoch)]
+        starts = [
+            (index, step)
+            for index, phase in enumerate(plan.phases)
+            if index >= first
+            for step in range(0, phase.steps, phase.steps_per_epoch)
+        ]
         sizes = {}
         for epoch, start in enumerate(starts):
             ratio = schedule(epoch / (len(starts) - 1) if len(starts) > 1 else 1.0)
             check_number("the scheduled active ratio", ratio, above=0, most=1)
             sizes[start] = math.floor(ratio * self._everything.total + 1e-9)
             if sizes[start] == 0:
-                raise Refusal(f"an active ratio of {ratio:g} leaves k = 0 of d = {self._everything.total} coordinates; "
-                              f"it must be at least {1 / self._everything.total:.3g}")
+                raise Refusal(
+                    f"an active ratio of {ratio:g} leaves k = 0 of d = {self._everything.total} coordinates; "
+                    f"it must be at least {1 / self._everything.total:.3g}"
+                )
         return sizes
 
     def support(self, phase: int, step: int) -> Support:
@@ -113,8 +125,10 @@ class SupportPolicy:
             return top_k(uniform, k)
         seen = Support(self._scores.seen())
         exploit = min(max(1, k - math.ceil(EXPLORATION * k)), seen.size)
-        ranking = {name: torch.where(seen[name], score, torch.full_like(score, -torch.inf))
-                   for name, score in self._score_ranking().items()}
+        ranking = {
+            name: torch.where(seen[name], score, torch.full_like(score, -torch.inf))
+            for name, score in self._score_ranking().items()
+        }
         best = top_k(ranking, exploit)
         rest = {name: torch.where(best[name], torch.full_like(key, -1), key) for name, key in uniform.items()}
         return best.union(top_k(rest, k - exploit))

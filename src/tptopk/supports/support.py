@@ -28,7 +28,7 @@ class Support:
         self.masks = dict(masks)
         counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
         self.sizes: dict[str, int] = dict(zip(masks, counts, strict=True))
-        self.size = sum(counts)  # k
+        self.size: int = sum(counts)  # k
         self.total = sum(mask.numel() for mask in masks.values())  # d
 
     @classmethod
@@ -70,7 +70,8 @@ class Support:
         if not isinstance(other, Support):
             return NotImplemented
         return self._shapes() == other._shapes() and all(
-            torch.equal(mask.cpu(), other.masks[name].cpu()) for name, mask in self.masks.items())
+            torch.equal(mask.cpu(), other.masks[name].cpu()) for name, mask in self.masks.items()
+        )
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -13,8 +13,15 @@ from tptopk.training.sampling import Collate, Records, micro_batches
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataset: Any, loss: Callable[..., Tensor], *, collate: Collate | None = None,
-             device: torch.device | None = None, batch_size: int = 1000) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    dataset: Any,
+    loss: Callable[..., Tensor],
+    *,
+    collate: Collate | None = None,
+    device: torch.device | None = None,
+    batch_size: int = 1000,
+) -> dict[str, float]:
     """Mean loss, and accuracy where the loss is one on (class scores, class numbers). Leaves the model in evaluation mode."""
     records = Records(dataset, collate)
     losses = per_example(loss)

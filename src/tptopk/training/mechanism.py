@@ -33,8 +33,15 @@ class Mechanism:
     ====================  ==============================================================
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], plan: Plan, ledger: Ledger, streams: Streams,
-                 engine: str = "capture") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor],
+        plan: Plan,
+        ledger: Ledger,
+        streams: Streams,
+        engine: str = "capture",
+    ) -> None:
         self._model, self._loss, self._engine = model, loss, engine
         self._plan, self._ledger, self._streams = plan, ledger, streams
 

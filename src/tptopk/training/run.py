@@ -69,12 +69,22 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """The run in plain values, as `run.json` holds it."""
         return {
-            "format": FORMAT, "status": self.status, "method": self.plan.method,
-            "epsilon": self.epsilon if self.plan.spec.private else None, "delta": self.plan.delta,
-            "active": self.support.size, "coordinates": self.support.total, "test": self.test, "seconds": round(self.seconds, 3),
-            "engine": self.engine, "facts": asdict(self.facts), "config": self.config,
-            "versions": {**{name: version(name) for name in ("tptopk", "torch", "numpy", "dp-accounting")},
-                         "python": platform.python_version()},
+            "format": FORMAT,
+            "status": self.status,
+            "method": self.plan.method,
+            "epsilon": self.epsilon if self.plan.spec.private else None,
+            "delta": self.plan.delta,
+            "active": self.support.size,
+            "coordinates": self.support.total,
+            "test": self.test,
+            "seconds": round(self.seconds, 3),
+            "engine": self.engine,
+            "facts": asdict(self.facts),
+            "config": self.config,
+            "versions": {
+                **{name: version(name) for name in ("tptopk", "torch", "numpy", "dp-accounting")},
+                "python": platform.python_version(),
+            },
         }
 
 
@@ -88,7 +98,10 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._write("plan.json", plan.to_json())
-            self._write("run.json", json.dumps({"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}))
+            self._write(
+                "run.json",
+                json.dumps({"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}),
+            )
         except OSError as error:
             raise Refusal(f"cannot write to {self.path}: {error.strerror}") from error
         self.ledger = self.path / "ledger.jsonl"
@@ -134,20 +147,44 @@ def load(path: str | Path, model: nn.Module) -> Run:
     try:
         summary = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         if summary["format"] != FORMAT:
-            raise Refusal(f"{folder} was written by another version of tptopk (format {summary['format']}, here {FORMAT})")
+            raise Refusal(
+                f"{folder} was written by another version of tptopk (format {summary['format']}, here {FORMAT})"
+            )
         if summary["status"] == "running":
             raise Refusal(f"{folder} holds a run that is still going on, or was killed before it could save a model")
         plan = Plan.from_dict(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
         weights = load_file(str(folder / "model.safetensors"))
         support = Support.load(folder / "support.safetensors")
-        history = [StepRecord(**json.loads(line)) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        history = [
+            StepRecord(**json.loads(line))
+            for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
         epsilon = summary["epsilon"] if plan.spec.private else float("inf")
         facts = Facts(**summary["facts"])
-        run = Run(model, plan, epsilon, support, history, summary["test"], facts, summary["status"],
-                  summary["seconds"], summary["engine"], folder, summary["config"])
+        run = Run(
+            model,
+            plan,
+            epsilon,
+            support,
+            history,
+            summary["test"],
+            facts,
+            summary["status"],
+            summary["seconds"],
+            summary["engine"],
+            folder,
+            summary["config"],
+        )
     except FileNotFoundError as error:
         raise Refusal(f"{folder} is not a run folder: {Path(error.filename).name} is missing") from error
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError, SafetensorError, NotADirectoryError) as error:
+    except (
+        KeyError,
+        TypeError,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+        SafetensorError,
+        NotADirectoryError,
+    ) as error:
         raise Refusal(f"{folder} is not a readable run folder: {error}") from error
     load_weights(model, weights)
     return run
@@ -158,12 +195,16 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     known = {tied[name] for name in weights if name in tied}
     missing = [name for name, key in tied.items() if name not in weights and key not in known]
     if missing or set(weights) - set(tied):
-        raise Refusal(f"the weights are of another model: {(missing or sorted(set(weights) - set(tied)))[0]} does not match")
+        raise Refusal(
+            f"the weights are of another model: {(missing or sorted(set(weights) - set(tied)))[0]} does not match"
+        )
     with contextlib.suppress(KeyError):
         for name, value in weights.items():
             if model.state_dict()[name].shape != value.shape:
-                raise Refusal(f"the weights are of another model: {name} has shape {tuple(value.shape)}, "
-                              f"the model's has {tuple(model.state_dict()[name].shape)}")
+                raise Refusal(
+                    f"the weights are of another model: {name} has shape {tuple(value.shape)}, "
+                    f"the model's has {tuple(model.state_dict()[name].shape)}"
+                )
     model.load_state_dict(dict(weights), strict=False)
     model.eval()
 
@@ -173,5 +214,7 @@ def ledger_facts(ledger: Ledger, *, seeded: bool, test_metrics: bool, averaged: 
     return Facts(
         epsilon=ledger.epsilon() if ledger.plan.spec.private else None,
         charged_steps=[ledger.steps[i] for i in range(len(ledger.plan.phases))],
-        seeded=seeded, test_metrics=test_metrics, averaged=averaged,
+        seeded=seeded,
+        test_metrics=test_metrics,
+        averaged=averaged,
     )

@@ -24,7 +24,9 @@ class Records:
         if isinstance(dataset, IterableDataset):
             raise Refusal("an IterableDataset cannot be sampled record by record; give a map-style dataset or tensors")
         if isinstance(dataset, torch.utils.data.DataLoader):
-            raise Refusal("give the dataset itself, not a DataLoader: the guarantee rests on the library's own Poisson sampling")
+            raise Refusal(
+                "give the dataset itself, not a DataLoader: the guarantee rests on the library's own Poisson sampling"
+            )
         self._dataset = dataset
         self._tensors: Batch | None = None
         if collate is None and isinstance(dataset, TensorDataset):
@@ -46,7 +48,8 @@ class Records:
 
 def _is_tensors(dataset: Any) -> bool:
     return isinstance(dataset, Tensor) or (
-        isinstance(dataset, (tuple, list)) and len(dataset) > 0 and all(isinstance(leaf, Tensor) for leaf in dataset))
+        isinstance(dataset, (tuple, list)) and len(dataset) > 0 and all(isinstance(leaf, Tensor) for leaf in dataset)
+    )
 
 
 class PoissonSampler:
@@ -69,4 +72,4 @@ class PoissonSampler:
 def micro_batches(records: Records, indices: Tensor, size: int, device: torch.device) -> Iterator[Batch]:
     """The step's records in physical batches of at most `size`, on the device; nothing when no record was drawn."""
     for start in range(0, len(indices), size):
-        yield move(records.fetch(indices[start:start + size]), device)
+        yield move(records.fetch(indices[start : start + size]), device)

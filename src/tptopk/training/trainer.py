@@ -33,11 +33,25 @@ FLOATS_PER_MICRO_BATCH = 2**27  # half a gibibyte of per-example gradients
 
 @refuse_unknown_keywords
 def fit(
-    model: nn.Module, train_set: Any, plan: Plan, optimizer: Optimizer, *, loss: Callable[..., Tensor],
-    test_set: Any = None, collate: Collate | None = None, scheduler: LRScheduler | None = None, score: str = "paper",
-    ratio_schedule: str | RatioSchedule = "constant", ema: float | None = None, precision: str = "fp32",
-    micro_batch_size: int | None = None, engine: str = "auto", device: torch.device | str | None = None,
-    out: str | Path | None = None, seed: int | None = None, on_step: Callable[[StepRecord], None] | None = None,
+    model: nn.Module,
+    train_set: Any,
+    plan: Plan,
+    optimizer: Optimizer,
+    *,
+    loss: Callable[..., Tensor],
+    test_set: Any = None,
+    collate: Collate | None = None,
+    scheduler: LRScheduler | None = None,
+    score: str = "paper",
+    ratio_schedule: str | RatioSchedule = "constant",
+    ema: float | None = None,
+    precision: str = "fp32",
+    micro_batch_size: int | None = None,
+    engine: str = "auto",
+    device: torch.device | str | None = None,
+    out: str | Path | None = None,
+    seed: int | None = None,
+    on_step: Callable[[StepRecord], None] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run:
     """Train `model` in place by `plan` and return the run.
@@ -65,7 +79,9 @@ def fit(
     device = _settle_device(model, device)
     check_optimizer(optimizer, model)
     if isinstance(scheduler, ReduceLROnPlateau):
-        raise Refusal("ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps")
+        raise Refusal(
+            "ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps"
+        )
     if micro_batch_size is not None:
         check_count("micro_batch_size", micro_batch_size)
     elif trainable(model):
@@ -78,7 +94,9 @@ def fit(
         engine = choose_engine(model, losses, one, engine)
     else:
         refuse_unsuitable(model)
-        warnings.warn("method 'non-private': no clipping, no noise. This model is NOT private", PrivacyWarning, stacklevel=3)
+        warnings.warn(
+            "method 'non-private': no clipping, no noise. This model is NOT private", PrivacyWarning, stacklevel=3
+        )
         engine = "ordinary"
     everything = Support.full(model)
     streams = Streams(run=secrets.token_hex(8), seed=seed)
@@ -100,7 +118,9 @@ def fit(
             for step in range(numbers.steps):
                 _check_length(records, plan)
                 support = policy.support(phase, step)
-                batches = micro_batches(records, sampler.sample(phase, step, numbers.sample_rate), micro_batch_size or 1, device)
+                batches = micro_batches(
+                    records, sampler.sample(phase, step, numbers.sample_rate), micro_batch_size or 1, device
+                )
                 norm = None
                 if plan.spec.private:
                     private = mechanism.private_gradient(batches, support, phase, step)
@@ -109,7 +129,9 @@ def fit(
                     updater.apply(private.values, support)
                 else:
                     ledger.charge(phase, step, support.size)
-                    updater.apply(_ordinary_gradient(model, losses, batches, plan.expected_batch_size(numbers)), support)
+                    updater.apply(
+                        _ordinary_gradient(model, losses, batches, plan.expected_batch_size(numbers)), support
+                    )
                 rate = float(optimizer.param_groups[0]["lr"])
                 if scheduler is not None:
                     scheduler.step()
@@ -128,10 +150,26 @@ def fit(
         if average is not None and history:
             average.write_to_model()
         model.eval()
-        test = evaluate(model, test_set, loss, collate=collate, device=device) if status == "finished" and test_set is not None else {}
+        test = (
+            evaluate(model, test_set, loss, collate=collate, device=device)
+            if status == "finished" and test_set is not None
+            else {}
+        )
         facts = ledger_facts(ledger, seeded=seed is not None, test_metrics=bool(test), averaged=average is not None)
-        run = Run(model, plan, ledger.epsilon(), support, history, test, facts, status, time.monotonic() - started,
-                  engine, folder.path if folder else None, dict(config or {}))
+        run = Run(
+            model,
+            plan,
+            ledger.epsilon(),
+            support,
+            history,
+            test,
+            facts,
+            status,
+            time.monotonic() - started,
+            engine,
+            folder.path if folder else None,
+            dict(config or {}),
+        )
         if folder:
             folder.close(run)
     return run
@@ -142,8 +180,10 @@ def _check_length(records: Records, plan: Plan) -> None:
     if found == 0:
         raise Refusal("the dataset is empty")
     if found != plan.dataset_size:
-        raise Refusal(f"the plan declares a dataset of {plan.dataset_size} records and this one has {found}; the size is a public number of "
-                      "the plan and must be right throughout the run")
+        raise Refusal(
+            f"the plan declares a dataset of {plan.dataset_size} records and this one has {found}; the size is a public number of "
+            "the plan and must be right throughout the run"
+        )
 
 
 def _settle_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -155,8 +195,9 @@ def _settle_device(model: nn.Module, device: torch.device | str | None) -> torch
     return places.pop()
 
 
-def _ordinary_gradient(model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: Iterable[Batch],
-                       divisor: float) -> dict[str, Tensor]:
+def _ordinary_gradient(
+    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: Iterable[Batch], divisor: float
+) -> dict[str, Tensor]:
     """Σ_i g_i / B without clipping or noise, for the non-private method alone."""
     parameters = trainable(model)
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}

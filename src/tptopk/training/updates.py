@@ -16,16 +16,23 @@ from tptopk.supports.support import Support, trainable
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     """Refuse an optimizer that does not hold exactly the model's trainable parameters."""
     if not isinstance(optimizer, Optimizer):
-        raise Refusal(f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer over the model's parameters")
+        raise Refusal(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer over the model's parameters"
+        )
     if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
-        raise Refusal(f"{type(optimizer).__name__} evaluates the loss several times a step, which no step of the plan pays for; "
-                      "use an optimizer that needs only the gradient, such as SGD or AdamW")
+        raise Refusal(
+            f"{type(optimizer).__name__} evaluates the loss several times a step, which no step of the plan pays for; "
+            "use an optimizer that needs only the gradient, such as SGD or AdamW"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     names = {id(p): name for name, p in trainable(model).items()}
     missing = [name for key, name in names.items() if key not in held]
     if missing:
-        raise Refusal(f"the optimizer does not hold parameter {missing[0]}" + (f" and {len(missing) - 1} more" if missing[1:] else "")
-                      + "; build it from model.parameters(), or set requires_grad=False on what it should leave alone")
+        raise Refusal(
+            f"the optimizer does not hold parameter {missing[0]}"
+            + (f" and {len(missing) - 1} more" if missing[1:] else "")
+            + "; build it from model.parameters(), or set requires_grad=False on what it should leave alone"
+        )
     if held - set(names):
         raise Refusal("the optimizer holds parameters that are not the model's; build it from this model's parameters")
 

@@ -60,7 +60,9 @@ _RULES: dict[type[nn.Module], Registered] = {}
 
 
 def rule_for(
-    *layers: type[nn.Module], methods: tuple[str, ...] = ("forward",), whole: bool = False,
+    *layers: type[nn.Module],
+    methods: tuple[str, ...] = ("forward",),
+    whole: bool = False,
     batch_axis: Callable[[nn.Module, int], int] = lambda module, output: 0,
     objection: Callable[[nn.Module], str | None] = lambda module: None,
 ) -> Callable[[R], R]:

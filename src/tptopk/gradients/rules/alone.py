@@ -19,13 +19,16 @@ from tptopk.gradients.contributions import Contribution, Dense
 from tptopk.gradients.rules import Call
 
 
-def gradients_alone(call: Call, inputs: tuple[Any, ...], axes: tuple[Any, ...], shared: dict[str, Any],
-                    output_axes: list[int]) -> dict[str, Contribution]:
+def gradients_alone(
+    call: Call, inputs: tuple[Any, ...], axes: tuple[Any, ...], shared: dict[str, Any], output_axes: list[int]
+) -> dict[str, Contribution]:
     """`inputs` carry the batch on `axes` (None: the same for all); `shared` are keyword arguments without one."""
     if all(g is None for g in call.gradients):
         return {}
     parameters = {name: p.detach() for name, p in call.module.named_parameters()}
-    inputs = tree_map(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs)
+    inputs = tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, inputs
+    )
     weights = [None if g is None else g.detach().float() for g in call.gradients]
     weight_axes = [None if g is None else axis for g, axis in zip(weights, output_axes, strict=True)]
 
@@ -33,14 +36,22 @@ def gradients_alone(call: Call, inputs: tuple[Any, ...], axes: tuple[Any, ...], 
         return leaf.unsqueeze(axis) if isinstance(leaf, Tensor) and axis is not None else leaf
 
     def product(parameters: dict[str, Tensor], inputs: tuple[Any, ...], weights: list[Tensor | None]) -> Tensor:
-        alone = tuple(tree_map(lambda leaf, axis=axis: restored(leaf, axis), x)
-                      for x, axis in zip(inputs, axes, strict=True))
+        alone = tuple(
+            tree_map(lambda leaf, axis=axis: restored(leaf, axis), x) for x, axis in zip(inputs, axes, strict=True)
+        )
         outputs = [o for o in tree_flatten(functional_call(call.module, parameters, alone, shared))[0] if o is not None]
-        return torch.stack([(o * restored(w, axis)).sum() for o, w, axis in
-                            zip(outputs, weights, weight_axes, strict=True) if w is not None]).sum()
+        return torch.stack(
+            [
+                (o * restored(w, axis)).sum()
+                for o, w, axis in zip(outputs, weights, weight_axes, strict=True)
+                if w is not None
+            ]
+        ).sum()
 
-    input_axes = tuple(tree_map(lambda leaf, axis=axis: axis if isinstance(leaf, Tensor) else None, x)
-                       for x, axis in zip(inputs, axes, strict=True))
+    input_axes = tuple(
+        tree_map(lambda leaf, axis=axis: axis if isinstance(leaf, Tensor) else None, x)
+        for x, axis in zip(inputs, axes, strict=True)
+    )
     with _plain_kernels():
         found = vmap(grad(product), in_dims=(None, input_axes, weight_axes))(parameters, inputs, weights)
     return {name: Dense(g) for name, g in found.items()}

@@ -10,7 +10,16 @@ from tptopk.gradients.contributions import Contribution
 from tptopk.gradients.rules import Call, rule_for
 from tptopk.gradients.rules.alone import gradients_alone
 
-ARGUMENTS = ("query", "key", "value", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal")
+ARGUMENTS = (
+    "query",
+    "key",
+    "value",
+    "key_padding_mask",
+    "need_weights",
+    "attn_mask",
+    "average_attn_weights",
+    "is_causal",
+)
 
 
 def _objection(module: nn.Module) -> str | None:

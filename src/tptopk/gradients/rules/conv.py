@@ -46,6 +46,9 @@ def windows(x: Tensor, layer: Convolution, positions: tuple[int, ...]) -> Tensor
     """[B, C, *kernel, *positions]: a view of x [B, C, *space] that repeats elements instead of copying them."""
     steps = x.stride()[2:]
     sizes = (*x.shape[:2], *layer.kernel_size, *positions)
-    strides = (*x.stride()[:2], *(s * d for s, d in zip(steps, layer.dilation, strict=True)),
-               *(s * d for s, d in zip(steps, layer.stride, strict=True)))
+    strides = (
+        *x.stride()[:2],
+        *(s * d for s, d in zip(steps, layer.dilation, strict=True)),
+        *(s * d for s, d in zip(steps, layer.stride, strict=True)),
+    )
     return x.as_strided(sizes, strides, x.storage_offset())

@@ -1,0 +1,3 @@
+from tptopk.cli import main
+
+main()

@@ -1,0 +1,279 @@
+"""The command line: the same words as the library."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import torch
+import typer
+from rich.console import Console
+from torch.nn import functional as F
+
+from tptopk import __version__
+from tptopk.data.digits import digits
+from tptopk.data.files import findings, read_inputs
+from tptopk.privacy.methods import METHODS, method_named
+from tptopk.privacy.plan import PrivacyWarning
+from tptopk.privacy.refusal import Refusal, check_count
+from tptopk.report.plots import comparison_figure
+from tptopk.report.terminal import TrainingProgress, comparison, plan_values, print_comparison, print_plan, print_run
+from tptopk.settings import BUILT_IN_MODEL, Settings, build, seed_everything
+from tptopk.supports.support import Support
+from tptopk.training.run import Run, load
+from tptopk.training.trainer import fit
+
+app = typer.Typer(
+    help="Train PyTorch models on sensitive data under differential privacy.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data_app = typer.Typer(
+    help="Look at data before training. Outside the guarantee: keep what these print to yourself.", no_args_is_help=True
+)
+app.add_typer(data_app, name="data")
+
+Config = Annotated[str | None, typer.Option(help="a TOML file with these same words", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="repeatable noise, for experiments: such a run must not be released", show_default=False),
+]
+
+
+def with_settings(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command every option of `Settings`; it receives them gathered, as its first argument."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    kinds = get_type_hints(Settings)
+    options = [
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                kinds[f.name] | None,
+                typer.Option(help=f.metadata["help"], show_default=False if f.default is None else str(f.default)),
+            ],
+        )
+        for f in fields(Settings)
+    ]
+
+    def run(config: str | None = None, **given: Any) -> None:
+        mine = {p.name: given.pop(p.name) for p in own}
+        command(Settings.gather(config, given), **mine)
+
+    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    configuration = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config)
+    run.__signature__ = inspect.Signature([*kept, configuration, *options])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in [*kept, configuration, *options]}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+@app.command()
+@with_settings
+def train(
+    settings: Settings,
+    seed: Seed = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="folder for the run; the next free runs/METHOD-N if not given", show_default=False),
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Train a model privately and write a run folder."""
+    run = _train(settings, seed, out or _free_folder(settings.method), settings.method)
+    if json_:
+        print(json.dumps({**run.summary(), "folder": str(run.folder)}))
+    else:
+        print_run(run, Console())
+
+
+@app.command()
+@with_settings
+def compare(
+    settings: Settings,
+    methods: Annotated[str, typer.Option(help="methods to compare, separated by commas")] = ",".join(METHODS),
+    seeds: Annotated[int, typer.Option(help="how many seeds, from 0")] = 3,
+    plot: Annotated[
+        str | None, typer.Option(help="also draw the comparison into this .png, .svg or .pdf", show_default=False)
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Train with several methods and seeds, side by side."""
+    names = [method_named(name.strip()).name for name in methods.split(",")]
+    check_count("seeds", seeds)
+    if settings.load_data()[1] is None:
+        raise Refusal("a comparison needs a test set: x_test and y_test in the data file")
+    runs: dict[str, list[Run]] = {}
+    for name in names:
+        for seed in range(seeds):
+            label = f"{name}, seed {seed} ({len(runs.get(name, []))}/{seeds})"
+            runs.setdefault(name, []).append(_train(replace(settings, method=name), seed, None, label))
+    rows = comparison(runs)
+    if plot:
+        comparison_figure(
+            rows, plot, f"ε = {settings.epsilon:g}, δ = {settings.delta:g}, {seeds} seeds, dots are single runs"
+        )
+    if json_:
+        print(json.dumps({"settings": settings.to_dict(), "rows": rows}))
+    else:
+        print_comparison(rows, Console())
+
+
+@app.command()
+@with_settings
+def plan(
+    settings: Settings,
+    coordinates: Annotated[
+        int | None,
+        typer.Option(
+            help="d, the number of trainable coordinates; counted in the model if not given", show_default=False
+        ),
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Show what a privacy budget buys, before any data is touched."""
+    if coordinates is None:
+        coordinates = Support.full(settings.build_model()).total
+    check_count("coordinates", coordinates)
+    values = plan_values(settings.plan(), coordinates)
+    if json_:
+        print(json.dumps(values))
+    else:
+        print_plan(values, Console())
+
+
+@app.command()
+def predict(
+    run: Annotated[str, typer.Argument(help="a run folder")],
+    data: Annotated[
+        str | None,
+        typer.Option(help="a .npz file with x or x_test; the embedded test digits if not given", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="package.module:factory; needed unless the run used the built-in model", show_default=False),
+    ] = None,
+) -> None:
+    """Print a line a record: its number, its most likely class, and that class's probability."""
+    trained = load_run(run, model)
+    inputs = digits()[1][0] if data is None else read_inputs(data)
+    print("record,class,probability")
+    with torch.no_grad():
+        for start in range(0, len(inputs), 1000):
+            probability, predicted = trained.model(inputs[start : start + 1000]).softmax(1).max(1)
+            for row, (c, p) in enumerate(zip(predicted.tolist(), probability.tolist(), strict=True), start):
+                print(f"{row},{c},{p:.4f}")
+
+
+@app.command()
+def statement(run: Annotated[str, typer.Argument(help="a run folder")]) -> None:
+    """Print what may be claimed for a run, and what may not."""
+    path = Path(run) / "statement.md"
+    if not path.is_file():
+        raise Refusal(f"{run} holds no finished run")
+    print(path.read_text(encoding="utf-8"), end="")
+
+
+@data_app.command()
+def check(
+    path: Annotated[
+        str | None, typer.Argument(help="a .npz file; the embedded digits if not given", show_default=False)
+    ] = None,
+    classes: Annotated[int | None, typer.Option(help="number of classes of the model", show_default=False)] = None,
+) -> None:
+    """Look for records that would spoil training: labels out of range, inputs that are not finite."""
+    training, test = replace(Settings(), data=path).load_data()
+    for name, pair in (("training", training), ("test", test)):
+        if pair is None:
+            continue
+        print(f"{name}: {len(pair[1])} records, inputs {tuple(pair[0].shape[1:])}")
+        for line in findings(pair, classes) or ["nothing to report"]:
+            print(f"  {line}")
+    print("This looked at the data itself and is not covered by any guarantee.")
+
+
+def load_run(folder: str, model: str | None) -> Run:
+    """A run with its model, which is built by a factory of ours or by one that the caller names."""
+    try:
+        recorded = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8")).get("config", {}).get("model")
+    except (OSError, ValueError, AttributeError) as error:
+        raise Refusal(f"{folder} is not a run folder: run.json cannot be read") from error
+    if model is None and recorded != BUILT_IN_MODEL:
+        raise Refusal(
+            f"the run's model is {recorded!r}; name it again with --model, so that no code is run because a file says so"
+        )
+    return load(folder, build(model or BUILT_IN_MODEL))
+
+
+def _train(settings: Settings, seed: int | None, out: str | None, label: str) -> Run:
+    plan = settings.plan()
+    training, test = settings.load_data()
+    seed_everything(seed)
+    model = settings.build_model()
+    if settings.device:
+        model.to(settings.device)
+    with TrainingProgress(plan, label) as progress:
+        return fit(
+            model,
+            training,
+            plan,
+            settings.build_optimizer(model),
+            loss=F.cross_entropy,
+            test_set=test,
+            score=settings.score,
+            ratio_schedule=settings.ratio_schedule,
+            ema=settings.ema,
+            precision=settings.precision,
+            micro_batch_size=settings.micro_batch_size,
+            engine=settings.engine,
+            device=settings.device,
+            out=out,
+            seed=seed,
+            on_step=progress,
+            config=settings.to_dict(),
+        )
+
+
+def _free_folder(method: str) -> str:
+    number = 1
+    while (Path("runs") / f"{method}-{number}").exists():
+        number += 1
+    return str(Path("runs") / f"{method}-{number}")
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"tptopk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    return None
+
+
+def main() -> None:
+    """Run the command line; what a person did wrong is one line, not a traceback."""
+    warnings.simplefilter("always", PrivacyWarning)
+    warnings.showwarning = lambda message, *rest, **more: print(f"warning: {message}", file=sys.stderr)
+    try:
+        app()
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; what was charged and the model so far are in the run folder", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,101 @@
+"""Data in files that need no download: NumPy archives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tptopk.data.digits import Pair
+from tptopk.privacy.refusal import Refusal
+
+LAYOUT = "a NumPy archive (.npz) with x_train and y_train, and if there is a test set x_test and y_test"
+
+
+def read_archive(path: str | Path) -> tuple[Pair, Pair | None]:
+    """(training, test or None) of an .npz archive, as tensors."""
+    arrays = _arrays(path)
+    missing = {"x_train", "y_train"} - set(arrays)
+    if missing:
+        raise Refusal(
+            f"{path} has no {sorted(missing)[0]}; expected {LAYOUT}; it holds: {', '.join(sorted(arrays)) or 'nothing'}"
+        )
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise Refusal(f"{path} has one of x_test and y_test without the other")
+    test = _pair(arrays, "test", path) if "x_test" in arrays else None
+    return _pair(arrays, "train", path), test
+
+
+def read_inputs(path: str | Path) -> Tensor:
+    """The inputs of an archive to predict for: x, or x_test."""
+    arrays = _arrays(path)
+    for key in ("x", "x_test"):
+        if key in arrays:
+            return inputs_tensor(arrays[key])
+    raise Refusal(f"{path} has neither x nor x_test; it holds: {', '.join(sorted(arrays)) or 'nothing'}")
+
+
+def _arrays(path: str | Path) -> dict[str, np.ndarray[Any, Any]]:
+    if not Path(path).is_file():
+        raise Refusal(f"there is no file {path}; expected {LAYOUT}")
+    try:
+        archive = np.load(path, allow_pickle=False)
+        return {key: archive[key] for key in archive.files}
+    except (ValueError, OSError, BadZipFile, EOFError, AttributeError) as error:
+        raise Refusal(f"{path} cannot be read as {LAYOUT}: {error}") from error
+
+
+def _pair(arrays: dict[str, np.ndarray[Any, Any]], part: str, path: str | Path) -> Pair:
+    x, y = arrays[f"x_{part}"], arrays[f"y_{part}"]
+    if x.ndim == 0 or y.ndim == 0 or len(x) != len(y):
+        raise Refusal(
+            f"{path}: x_{part} has shape {x.shape} and y_{part} {y.shape}; they must hold one entry a record each"
+        )
+    return inputs_tensor(x), _targets_tensor(y)
+
+
+def inputs_tensor(x: np.ndarray[Any, Any]) -> Tensor:
+    """Bytes become floats in [0, 1] (a public scale), other integers stay ids, floats become float32."""
+    if x.dtype == np.uint8:
+        return torch.from_numpy(x.astype(np.float32) / 255)
+    if np.issubdtype(x.dtype, np.integer):
+        return torch.from_numpy(x.astype(np.int64))
+    if np.issubdtype(x.dtype, np.floating):
+        return torch.from_numpy(x.astype(np.float32))
+    raise Refusal(f"inputs of type {x.dtype} cannot be trained on; give numbers")
+
+
+def _targets_tensor(y: np.ndarray[Any, Any]) -> Tensor:
+    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    if np.issubdtype(y.dtype, np.integer) or y.dtype == np.bool_:
+        return torch.from_numpy(y.astype(np.int64))
+    return inputs_tensor(y)
+
+
+def findings(pair: Pair, classes: int | None = None) -> list[str]:
+    """What an operator should know about data before training. Not private: never write this into a run."""
+    inputs, targets = pair
+    found = []
+    if inputs.is_floating_point():
+        bad = int((~torch.isfinite(inputs.flatten(1))).any(1).sum())
+        if bad:
+            found.append(f"{bad} records have inputs that are not finite; they will contribute nothing")
+        constant = inputs.flatten(1)
+        if len(constant) > 1 and bool((constant == constant[0]).all()):
+            found.append("all records have the same inputs")
+    if targets.is_floating_point():
+        if not bool(torch.isfinite(targets).all()):
+            found.append("some targets are not finite; their records will contribute nothing")
+    else:
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0:
+            found.append(f"the smallest label is {low}; class numbers start at 0")
+        if classes is not None and high >= classes:
+            found.append(
+                f"the largest label is {high}, but there are {classes} classes: training would stop with an error"
+            )
+    return found

@@ -1,0 +1,155 @@
+"""The words of the command line and of configuration files: one table for both."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from tptopk.data.digits import TRAINING, Pair, digits
+from tptopk.data.files import read_archive
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal, check_number, nearest
+
+BUILT_IN_MODEL = "tptopk.models.digits:digits_cnn"
+
+
+def option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that `train`, `compare` and `plan` can be told."""
+
+    method: str = option("tp-topk", "dp-sgd, tp-topk, tp-rand, on-topk, on-rand or non-private")
+    epsilon: float = option(3.0, "privacy budget ε of the whole run")
+    delta: float = option(1e-5, "δ; well below 1 / dataset size")
+    epochs: float | None = option(None, "expected passes over the data (40 unless --steps is given)")
+    steps: int | None = option(None, "training steps, instead of epochs")
+    batch_size: int = option(256, "expected batch size of Poisson sampling")
+    active_ratio: float = option(0.4, "share ρ of coordinates that sparse methods keep active")
+    warmup: float = option(0.3, "share of the steps in the dense warm-up of two-phase methods")
+    warmup_budget: float = option(0.3, "share of ε that the warm-up may cost; 0 for one noise level throughout")
+    clip_norm: float = option(1.0, "norm C that each record's gradient is clipped to")
+    accountant: str = option("pld", "pld (tight), rdp, or rdp-paper")
+    score: str = option("paper", "ranking of coordinates: paper or factored")
+    ratio_schedule: str = option("constant", "active ratio over the sparse steps: constant, linear or cosine")
+    optimizer: str = option("sgd", "sgd, adam or adamw")
+    learning_rate: float = option(0.2, "learning rate")
+    momentum: float = option(0.9, "momentum of sgd")
+    weight_decay: float = option(0.0, "weight decay")
+    ema: float | None = option(None, "decay of a moving average of the weights, such as 0.99")
+    data: str | None = option(None, "a .npz file with x_train, y_train[, x_test, y_test]; embedded digits if not given")
+    dataset_size: int | None = option(None, "number of training records, which you declare public; needed with --data")
+    model: str = option(BUILT_IN_MODEL, "package.module:factory of a function that returns the model")
+    micro_batch_size: int | None = option(None, "records in memory at once")
+    precision: str = option("fp32", "fp32 or bf16")
+    engine: str = option("auto", "auto, capture, vmap or reference")
+    device: str | None = option(None, "cpu, cuda, cuda:1, …")
+
+    @classmethod
+    def gather(cls, config: str | None, given: Mapping[str, Any]) -> Settings:
+        """Defaults, then the configuration file, then what was given on the command line."""
+        return replace(
+            cls(), **(read_config(config) if config else {}), **{k: v for k, v in given.items() if v is not None}
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def plan(self) -> Plan:
+        if self.dataset_size is None and self.data is not None:
+            raise Refusal(
+                "declare the number of training records with --dataset-size N: it becomes a public number of the plan, "
+                "so it is never read from the data behind your back"
+            )
+        if self.epochs is not None and self.steps is not None:
+            raise Refusal("give either epochs or steps, and not both")
+        return Plan.calibrate(
+            self.method,
+            epsilon=self.epsilon,
+            delta=self.delta,
+            batch_size=self.batch_size,
+            dataset_size=TRAINING if self.dataset_size is None else self.dataset_size,
+            steps=self.steps,
+            epochs=None if self.steps is not None else 40.0 if self.epochs is None else self.epochs,
+            active_ratio=self.active_ratio,
+            warmup=self.warmup,
+            warmup_budget=self.warmup_budget or None,
+            clip_norm=self.clip_norm,
+            accountant=self.accountant,
+        )
+
+    def load_data(self) -> tuple[Pair, Pair | None]:
+        return digits() if self.data is None else read_archive(self.data)
+
+    def build_model(self) -> nn.Module:
+        return build(self.model)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        check_number("learning_rate", self.learning_rate, above=0)
+        check_number("weight_decay", self.weight_decay, least=0)
+        check_number("momentum", self.momentum, least=0, below=1)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        if self.optimizer == "sgd":
+            return SGD(parameters, lr=self.learning_rate, momentum=self.momentum, weight_decay=self.weight_decay)
+        kinds: dict[str, type[Adam]] = {"adam": Adam, "adamw": AdamW}
+        if self.optimizer not in kinds:
+            raise Refusal(f"unknown optimizer {self.optimizer!r}{nearest(self.optimizer, ['sgd', *kinds])}")
+        return kinds[self.optimizer](parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A TOML file with the words of the command line, with dashes or underscores."""
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path} is not a TOML file: {error}") from error
+    types = {f.name: str(f.type) for f in fields(Settings)}
+    read = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        if name not in types:
+            raise Refusal(f"{path}: unknown setting {key!r}{nearest(name, types)}")
+        wanted = types[name].split(" | ")[0]
+        if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if type(value).__name__ != wanted:
+            raise Refusal(f"{path}: {key} is {value!r}; it must be of type {wanted}")
+        read[name] = value
+    return read
+
+
+def build(reference: str) -> nn.Module:
+    """Call the factory named as package.module:function; modules in the current folder are found too."""
+    module_name, _, function = reference.partition(":")
+    if not module_name or not function:
+        raise Refusal(f"model is {reference!r}; it must be package.module:factory, for example mynet:build")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        model = getattr(importlib.import_module(module_name), function)()
+    except ModuleNotFoundError as error:
+        raise Refusal(f"model {reference!r}: {error}; is it in this folder or installed?") from error
+    except AttributeError as error:
+        raise Refusal(f"model {reference!r}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise Refusal(f"model {reference!r} returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def seed_everything(seed: int | None) -> None:
+    """Repeatable initial weights and dropout; noise and samples have their own streams."""
+    if seed is not None:
+        torch.manual_seed(seed)
