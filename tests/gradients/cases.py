@@ -49,7 +49,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         out, weights = self.attention(x, x[..., :3], x[..., 3:6], key_padding_mask=x[..., 0] > 1.5)
-        return out * weights.mean()
+        return out * weights.square().mean((1, 2))[:, None, None]
 
 
 class Recurrent(nn.Module):

@@ -40,6 +40,11 @@ def _claims(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Registere
         objection = rule.objection(module)
         if objection:
             raise NotCaptured(f"{name} ({type(module).__name__}): {objection}")
+        own = {local for local, _ in module.named_parameters(recurse=False)}
+        if not rule.whole and own - {"weight", "bias"}:
+            raise NotCaptured(
+                f"{name} ({type(module).__name__}) is parametrised by {sorted(own - {'weight', 'bias'})[0]}"
+            )
         yield module, rule
         if rule.whole:
             return
@@ -55,12 +60,12 @@ class Capture:
     def __init__(self, model: nn.Module, batch: int, *, listen: bool = False) -> None:
         self.calls: list[Call] = []
         self._names = {id(p): name for name, p in trainable(model).items()}
-        self._rules = claimed_modules(model)
+        self.rules = claimed_modules(model)
         self._batch, self._listen = batch, listen
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Capture:
-        for module in self._rules:
+        for module in self.rules:
             self._handles.append(module.register_forward_hook(self._record, with_kwargs=True))
         return self
 
@@ -75,7 +80,7 @@ class Capture:
         if not torch.is_grad_enabled():
             return output
         leaves, structure = tree_flatten(output)
-        axis = self._rules[module].batch_axis
+        axis = self.rules[module].batch_axis
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for n, tensor in enumerate(tensors):
             if tensor.dim() <= axis(module, n) or tensor.shape[axis(module, n)] != self._batch:
@@ -117,7 +122,7 @@ class Capture:
         found: dict[str, list[Contribution]] = {name: [] for name in self._names.values()}
         for call in self.calls:
             parameters = dict(call.module.named_parameters())
-            for local, contribution in self._rules[call.module].rule(call).items():
+            for local, contribution in self.rules[call.module].rule(call).items():
                 name = self._names.get(id(parameters[local]))
                 if name is not None:
                     found[name].append(contribution)

@@ -69,25 +69,26 @@ def clipped_sum(
     losses = per_example(loss)
     if batch_length(batch) == 0:
         return zero_sum(model, clip_norm)
-    if engine == "reference":
-        return ClippedSum(reference_clipped_sum(model, losses, batch, support, clip_norm), clip_norm)
+    # Somebody else's autocast must not round what is clipped and summed; `in_precision` has its own around the forward.
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        if engine == "reference":
+            return ClippedSum(reference_clipped_sum(model, losses, batch, support, clip_norm), clip_norm)
+        return _clip(model, per_example_gradients(model, losses, batch, engine), support, clip_norm)
+
+
+def per_example_gradients(model: nn.Module, loss: PerExampleLoss, batch: Batch, engine: str) -> dict[str, Contribution]:
+    """Parameter name → what each example of the batch contributes to it, unclipped."""
     if engine == "vmap":
-        contributions = vmap_contributions(model, losses, batch)
-    else:
-        contributions = captured_contributions(model, losses, batch)
-    return _clip(model, contributions, support, clip_norm)
-
-
-def zero_sum(model: nn.Module, clip_norm: float) -> ClippedSum:
-    return ClippedSum({n: torch.zeros_like(p, dtype=torch.float32) for n, p in trainable(model).items()}, clip_norm)
-
-
-def captured_contributions(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> dict[str, Contribution]:
+        return vmap_contributions(model, loss, batch)
     with Capture(model, batch_length(batch)) as capture, torch.enable_grad():
         total = checked_losses(loss, model, batch).sum()
     capture.differentiate(total)
     with torch.no_grad():
         return capture.contributions()
+
+
+def zero_sum(model: nn.Module, clip_norm: float) -> ClippedSum:
+    return ClippedSum({n: torch.zeros_like(p, dtype=torch.float32) for n, p in trainable(model).items()}, clip_norm)
 
 
 @torch.no_grad()
@@ -104,5 +105,5 @@ def _clip(
         finite = torch.isfinite(norms)
         weights = torch.where(finite, (clip_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
         for name, contribution in active.items():
-            values[name] = contribution.weighted_sum(weights)
+            values[name] = contribution.weighted_sum(weights.float())
     return ClippedSum(values, clip_norm)

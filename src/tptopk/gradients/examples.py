@@ -34,6 +34,13 @@ def batch_length(batch: Batch) -> int:
     return len(tensors[0])
 
 
+def refuse_foreign_leaves(batch: Batch) -> None:
+    """Refuse batches that hold anything but tensors: what cannot be sliced by example may mix examples."""
+    for leaf in tree_flatten(batch)[0]:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise Refusal(f"a batch holds a {type(leaf).__name__}; all of it must be tensors led by the example axis")
+
+
 def take(batch: Batch, examples: slice | Tensor) -> Batch:
     """Some examples of a batch, in a batch of the same structure."""
     return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) else leaf, batch)
@@ -80,7 +87,14 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
             raise Refusal(
                 "a torch loss needs batches of (inputs, targets); for others pass loss=f with f(model, batch) → [B]"
             )
-        losses = apply(model(batch[0]), batch[1])
+        output, target = model(batch[0]), batch[1]
+        losses = apply(output, target)
+        without_classes = (*target.shape[:1], *target.shape[2:])
+        if losses.shape not in (target.shape, without_classes):
+            raise Refusal(
+                f"output {tuple(output.shape)} and target {tuple(target.shape)} give losses of shape {tuple(losses.shape)}: they were "
+                "broadcast, and every example would be compared with every other; make their shapes agree"
+            )
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     return on_pair

@@ -17,7 +17,7 @@ def reference_clipped_sum(
     total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
     for i in range(batch_length(batch)):
         gradient = example_gradient(model, loss, take(batch, slice(i, i + 1)), support)
-        norm = torch.stack([g.norm() for g in gradient.values()]).norm()
+        norm = torch.stack([g.double().norm() for g in gradient.values()]).norm()
         if not torch.isfinite(norm):
             continue
         factor = min(1.0, clip_norm / float(norm)) if norm > 0 else 1.0

@@ -43,7 +43,9 @@ class Ledger:
 
     def charge(self, phase: int, step: int, support_size: int) -> None:
         """Write down one step. Whoever draws its noise calls this first."""
-        if phase >= len(self.plan.phases) or step != self.steps[phase] or step >= self.plan.phases[phase].steps:
+        earlier = [self.steps[i] == p.steps for i, p in enumerate(self.plan.phases[: max(phase, 0)])]
+        in_order = 0 <= phase < len(self.plan.phases) and all(earlier)
+        if not in_order or step != self.steps[phase] or step >= self.plan.phases[phase].steps:
             raise RuntimeError(f"step {step} of phase {phase} is not the next step of the plan: nothing was charged")
         p = self.plan.phases[phase]
         self._append(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tptopk.privacy import accounting
+from tptopk.privacy.accounting import round_up
 from tptopk.privacy.plan import Plan
 
 
@@ -44,9 +44,9 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
         ]
     return [
         *lines,
-        f"Training satisfies **(ε, δ) = ({_up(facts.epsilon)}, {plan.delta:g})** differential privacy (accountant: {plan.accountant}).",
+        f"Training satisfies **(ε, δ) = ({round_up(facts.epsilon)}, {plan.delta:g})** differential privacy (accountant: {plan.accountant}).",
         "",
-        f"- Other accountants, same run: ε = {_up(rdp)} by RDP, {_up(paper)} by RDP with the classic conversion. All are upper bounds.",
+        f"- Other accountants, same run: ε = {round_up(rdp)} by RDP, {round_up(paper)} by RDP with the classic conversion. All are upper bounds.",
         "- Unit of privacy: one record of the training set. A person with several records is not covered as one person.",
         f"- Neighbouring datasets: the number of records, {plan.dataset_size:,}, was declared public; one record may be replaced by one "
         "that contributes nothing (zero-out adjacency), accounted as adding or removing a record.",
@@ -92,6 +92,8 @@ def _limits(plan: Plan, facts: Facts) -> list[str]:
         "",
         "- Choosing hyper-parameters, or the best of several runs, on the private data: every run on it counts, and this statement "
         "counts one.",
+        "- Initial weights, features or settings that were made from the private data before this run.",
+        "- A loader or collate function that mixes records: each record must be read on its own.",
         "- Statistics of the data used in preprocessing, unless they are listed above as a query.",
         "- Training loss or accuracy measured on the private records. This library computes none.",
         *(
@@ -110,8 +112,3 @@ def _limits(plan: Plan, facts: Facts) -> list[str]:
         + "; attacks on the low bits of floating-point noise are outside the model.",
         "- What the record cannot prove: that the data was the data described, and that the software was run unmodified.",
     ]
-
-
-def _up(epsilon: float) -> str:
-    """Four decimals, rounded up: a stated ε is never below the computed one."""
-    return f"{math.ceil(epsilon * 1e4) / 1e4:.4f}" if math.isfinite(epsilon) else "∞"

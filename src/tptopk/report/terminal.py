@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tptopk.privacy import accounting
-from tptopk.privacy.accounting import ACCOUNTANTS
+from tptopk.privacy.accounting import ACCOUNTANTS, round_up
 from tptopk.privacy.plan import Plan
 from tptopk.training.run import Run, StepRecord
 
@@ -59,7 +59,7 @@ class TrainingProgress:
             started = time.monotonic()
             segments = [q.segment for q in self._plan.queries]
             segments += [p.segment._replace(steps=n) for p, n in zip(self._plan.phases, self._charged, strict=True)]
-            spent = {"spent": f"ε {accounting.epsilon(segments, self._plan.delta, self._plan.accountant):.2f}"}
+            spent = {"spent": "ε " + round_up(accounting.epsilon(segments, self._plan.delta, self._plan.accountant), 2)}
             self._next_look = time.monotonic() + max(0.5, 20 * (time.monotonic() - started))
         self._bar.update(self._task, advance=1, **spent)
 
@@ -72,7 +72,7 @@ def print_run(run: Run, console: Console) -> None:
     if "loss" in run.test:
         table.add_row("test loss", f"{run.test['loss']:.4f}")
     if run.plan.spec.private:
-        table.add_row("ε", f"{run.epsilon:.4f} ({run.plan.accountant})")
+        table.add_row("ε", f"{round_up(run.epsilon)} ({run.plan.accountant})")
         table.add_row("δ", f"{run.plan.delta:g}")
         for number, phase in enumerate(run.plan.phases, 1):
             sign = "σ" if len(run.plan.phases) == 1 else "σ" + "₀₁₂₃₄₅₆₇₈₉"[number % 10]
@@ -144,7 +144,7 @@ def print_plan(values: Mapping[str, Any], console: Console) -> None:
     row("noise energy of a step, kν²", lambda p: f"{p['noise_energy']:.3g}")
     row("the same if dense, dν²", lambda p: f"{p['noise_energy_if_dense']:.3g}")
     for accountant in ACCOUNTANTS:
-        whole = "∞" if values["epsilon"] is None else f"{values['epsilon'][accountant]:.4f}"
+        whole = "∞" if values["epsilon"] is None else round_up(values["epsilon"][accountant])
         row(
             f"ε by {accountant}{' (calibrated)' if accountant == values['accountant'] else ''}",
             functools.partial(_alone, accountant),
@@ -154,7 +154,7 @@ def print_plan(values: Mapping[str, Any], console: Console) -> None:
 
 
 def _alone(accountant: str, phase: Mapping[str, Any]) -> str:
-    return "∞" if phase["epsilon_alone"] is None else f"{phase['epsilon_alone'][accountant]:.4f}"
+    return "∞" if phase["epsilon_alone"] is None else round_up(phase["epsilon_alone"][accountant])
 
 
 def comparison(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ def comparison(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
                 "accuracy": round(mean(accuracies), 2),
                 "std": round(stdev(accuracies), 2) if len(accuracies) > 1 else None,
                 "accuracies": [round(a, 2) for a in accuracies],
-                "epsilon": round(of_method[0].epsilon, 4) if private else None,
+                "epsilon": of_method[0].epsilon if private else None,
                 "noise_multipliers": [round(p.noise_multiplier, 4) for p in of_method[0].plan.phases]
                 if private
                 else None,
@@ -193,7 +193,7 @@ def print_comparison(rows: Sequence[Mapping[str, Any]], console: Console) -> Non
         table.add_row(
             row["method"],
             f"{row['accuracy']:.2f}{spread}",
-            "[red]∞ (not private)[/]" if row["epsilon"] is None else f"{row['epsilon']:.3f}",
+            "[red]∞ (not private)[/]" if row["epsilon"] is None else round_up(row["epsilon"], 3),
             "–" if sigmas is None else " / ".join(f"{s:.2f}" for s in sigmas),
             f"{row['active'] / row['coordinates']:.2f}",
             f"{row['seconds']:.1f}",

@@ -27,14 +27,17 @@ def evaluate(
     losses = per_example(loss)
     device = device or next(model.parameters()).device
     model.eval()
+    classified = takes_output_and_target(loss)
     total = correct = 0.0
     for batch in micro_batches(records, torch.arange(len(records)), batch_size, device):
         total += float(losses(model, batch).sum())
-        if takes_output_and_target(loss) and not batch[1].is_floating_point():
-            correct += float((model(batch[0]).argmax(1) == batch[1]).sum())
-            classified = True
-        else:
-            classified = False
+        classified = classified and not batch[1].is_floating_point()
+        if classified:
+            correct += float(
+                (model(batch[0]).argmax(1) == batch[1]).float().flatten(1).mean(1).sum()
+                if batch[1].dim() > 1
+                else (model(batch[0]).argmax(1) == batch[1]).sum()
+            )
     found = {"loss": total / len(records)}
     if classified:
         found["accuracy"] = correct / len(records)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tptopk.gradients.clipping import ClippedSum, clipped_sum, zero_sum
 from tptopk.gradients.examples import Batch
+from tptopk.gradients.probe import lasting_tensors
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan
@@ -50,8 +51,13 @@ class Mechanism:
         numbers = self._plan.phases[phase]
         self._ledger.charge(phase, step, support.size)
         total = zero_sum(self._model, numbers.clip_norm)
+        untouched = _versions(self._model)
         for batch in batches:
             total = total + clipped_sum(self._model, self._loss, batch, support, numbers.clip_norm, engine=self._engine)
+        if _versions(self._model) != untouched:
+            raise RuntimeError(
+                "a tensor of the model was changed while gradients were computed, which would carry data past the mechanism; nothing was released"
+            )
         return self._release(total, support, phase, step)
 
     @torch.no_grad()
@@ -72,3 +78,8 @@ class Mechanism:
                 mask = support[name]
                 values[name] = torch.zeros_like(value).masked_scatter_(mask, (value[mask] + noise) / divisor)
         return PrivateGradient(values, self._plan.noise_std(numbers), phase, step)
+
+
+def _versions(model: nn.Module) -> list[tuple[str, int, int]]:
+    """Changes whenever a parameter, buffer or kept tensor is written to, replaced, added or dropped."""
+    return [(name, id(tensor), tensor._version) for name, tensor in lasting_tensors(model).items()]

@@ -91,8 +91,11 @@ class Run:
 class RunFolder:
     """Writes a run folder; refuses one that already holds a run."""
 
-    def __init__(self, path: str | Path, plan: Plan, config: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | Path, model: nn.Module, plan: Plan, config: Mapping[str, Any]) -> None:
         self.path = Path(path)
+        for name, value in model.state_dict().items():
+            if not isinstance(value, torch.Tensor):
+                raise Refusal(f"the model's state holds {name}, a {type(value).__name__}; only tensors can be saved")
         if (self.path / "run.json").exists() or (self.path / "ledger.jsonl").exists():
             raise Refusal(f"{self.path} already holds a run; choose another folder, or move that one away")
         try:
@@ -115,6 +118,9 @@ class RunFolder:
         self._metrics.close()
         save_weights(run.model, self.path / "model.safetensors")
         run.support.save(self.path / "support.safetensors")
+        self.describe(run)
+
+    def describe(self, run: Run) -> None:
         self._write("statement.md", run.statement())
         self._write("run.json", json.dumps(run.summary(), indent=2))
 
@@ -209,12 +215,12 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     model.eval()
 
 
-def ledger_facts(ledger: Ledger, *, seeded: bool, test_metrics: bool, averaged: bool) -> Facts:
+def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool) -> Facts:
     """What the statement needs to know beside the plan."""
     return Facts(
         epsilon=ledger.epsilon() if ledger.plan.spec.private else None,
         charged_steps=[ledger.steps[i] for i in range(len(ledger.plan.phases))],
         seeded=seeded,
-        test_metrics=test_metrics,
+        test_metrics=False,
         averaged=averaged,
     )

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from tptopk.gradients.examples import Batch, batch_length, move, take
+from tptopk.gradients.examples import Batch, batch_length, move, take, tensors_of
+from tptopk.gradients.probe import made_up
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 
@@ -28,22 +30,54 @@ class Records:
                 "give the dataset itself, not a DataLoader: the guarantee rests on the library's own Poisson sampling"
             )
         self._dataset = dataset
-        self._tensors: Batch | None = None
-        if collate is None and isinstance(dataset, TensorDataset):
-            self._tensors = tuple(dataset.tensors)
+        self.tensors: Batch | None = None
+        if collate is None and type(dataset) is TensorDataset:
+            self.tensors = tuple(dataset.tensors)
         elif collate is None and _is_tensors(dataset):
-            self._tensors = dataset
+            self.tensors = dataset
         elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise Refusal(f"a {type(dataset).__name__} is no dataset: it needs len() and [], or must be tensors")
         self._collate = collate or default_collate
 
     def __len__(self) -> int:
-        return batch_length(self._tensors) if self._tensors is not None else len(self._dataset)
+        return batch_length(self.tensors) if self.tensors is not None else len(self._dataset)
+
+    def refuse_mixing_collate(self) -> None:
+        """Refuse a collate function under which one record's tensors depend on the records beside it."""
+        if self.tensors is not None or self._collate is default_collate:
+            return
+        record = self._dataset[0]
+        a, b, c = (_made_up_record(record, seed) for seed in range(3))
+        first, second = (_first(self._collate([a, other])) for other in (b, c))
+        for x, y in zip(tensors_of(first), tensors_of(second), strict=True):
+            if x.shape == y.shape and not torch.equal(x.nan_to_num(), y.nan_to_num()):
+                raise Refusal(
+                    "the collate function mixes records: the first record's tensors change with the second record"
+                )
 
     def fetch(self, indices: Tensor) -> Batch:
-        if self._tensors is not None:
-            return take(self._tensors, indices)
-        return self._collate([self._dataset[i] for i in indices.tolist()])
+        if self.tensors is not None:
+            return take(self.tensors, indices)
+        batch = self._collate([self._dataset[i] for i in indices.tolist()])
+        if batch_length(batch) != len(indices):
+            raise Refusal(
+                f"the collate function made {batch_length(batch)} examples of {len(indices)} records; a record must stay one example, "
+                "or it would count more than once"
+            )
+        return batch
+
+
+def _made_up_record(record: Any, seed: int) -> Any:
+    generator = np.random.default_rng(seed)
+    return tree_map(lambda leaf: made_up(leaf, generator), record)
+
+
+def _first(batch: Batch) -> Batch:
+    if batch_length(batch) != 2:
+        raise Refusal(
+            f"the collate function made {batch_length(batch)} examples of 2 records; a record must stay one example, or it would count more than once"
+        )
+    return take(batch, slice(0, 1))
 
 
 def _is_tensors(dataset: Any) -> bool:

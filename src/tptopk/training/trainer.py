@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tptopk.gradients.examples import Batch, in_precision, per_example
+from tptopk.gradients.examples import Batch, in_precision, per_example, take
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan, PrivacyWarning
@@ -89,20 +91,25 @@ def fit(
         micro_batch_size = max(1, min(512, FLOATS_PER_MICRO_BATCH // coordinates))
     losses = in_precision(per_example(loss), precision)
     model.train()
+    records.refuse_mixing_collate()
     one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
     if plan.spec.private:
-        engine = choose_engine(model, losses, one, engine)
+        engine = choose_engine(model, per_example(loss), one, engine)
+        if math.isinf(plan.epsilon()):
+            raise Refusal("the plan's noise is so small that its ε is infinite")
     else:
         refuse_unsuitable(model)
         warnings.warn(
             "method 'non-private': no clipping, no noise. This model is NOT private", PrivacyWarning, stacklevel=3
         )
         engine = "ordinary"
+    if test_set is not None:
+        _check_test_set(model, test_set, loss, collate, device)
     everything = Support.full(model)
     streams = Streams(run=secrets.token_hex(8), seed=seed)
     policy = SupportPolicy(plan, everything, lambda n: streams.numpy("support", n), score, ratio_schedule)
     average = WeightAverage(model, ema) if ema is not None else None
-    folder = RunFolder(out, plan, config or {}) if out is not None else None
+    folder = RunFolder(out, model, plan, config or {}) if out is not None else None
     ledger = Ledger(plan, folder.ledger if folder else None)
     mechanism = Mechanism(model, losses, plan, ledger, streams, engine)
     sampler = PoissonSampler(plan.dataset_size, streams)
@@ -150,19 +157,14 @@ def fit(
         if average is not None and history:
             average.write_to_model()
         model.eval()
-        test = (
-            evaluate(model, test_set, loss, collate=collate, device=device)
-            if status == "finished" and test_set is not None
-            else {}
-        )
-        facts = ledger_facts(ledger, seeded=seed is not None, test_metrics=bool(test), averaged=average is not None)
+        facts = ledger_facts(ledger, seeded=seed is not None, averaged=average is not None)
         run = Run(
             model,
             plan,
             ledger.epsilon(),
             support,
             history,
-            test,
+            {},
             facts,
             status,
             time.monotonic() - started,
@@ -172,7 +174,39 @@ def fit(
         )
         if folder:
             folder.close(run)
+    if test_set is not None:
+        try:
+            run.test = evaluate(model, test_set, loss, collate=collate, device=device)
+        except Exception as error:  # the model is trained and paid for; a bad test record must not cost it
+            warnings.warn(f"training finished, but the test set could not be measured: {error}", stacklevel=3)
+        run.facts = replace(run.facts, test_metrics=bool(run.test))
+        if folder:
+            folder.describe(run)
     return run
+
+
+def _check_test_set(
+    model: nn.Module, test_set: Any, loss: Callable[..., Tensor], collate: Collate | None, device: torch.device
+) -> None:
+    """Try the first test record before anything is charged."""
+    records = Records(test_set, collate)
+    if len(records) == 0:
+        raise Refusal("the test set is empty")
+    training = model.training
+    try:
+        evaluate(
+            model,
+            [test_set[0]] if records.tensors is None else take(records.tensors, slice(0, 1)),
+            loss,
+            collate=collate,
+            device=device,
+        )
+    except Exception as error:
+        raise Refusal(
+            f"the model or the loss failed on the first test record: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        model.train(training)
 
 
 def _check_length(records: Records, plan: Plan) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.supports.support import Support, trainable
@@ -19,10 +19,17 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise Refusal(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer over the model's parameters"
         )
-    if inspect.signature(optimizer.step).parameters["closure"].default is inspect.Parameter.empty:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         raise Refusal(
             f"{type(optimizer).__name__} evaluates the loss several times a step, which no step of the plan pays for; "
             "use an optimizer that needs only the gradient, such as SGD or AdamW"
+        )
+    if isinstance(optimizer, SparseAdam):
+        raise Refusal("SparseAdam takes sparse gradients, and private gradients are dense; use Adam")
+    if any(optimizer.state.values()):
+        raise Refusal(
+            "the optimizer has taken steps before: its state may hold gradients that never passed the mechanism; build a new one"
         )
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     names = {id(p): name for name, p in trainable(model).items()}
@@ -54,13 +61,18 @@ class Updater:
             self._project_state(support)
             self._support = support
         before = {name: p.clone() for name, p in self._parameters.items() if not support.covers(name)}
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None  # also of frozen parameters: nothing but the mechanism's output is ever applied
         for name, p in self._parameters.items():
             p.grad = gradient[name].to(p.dtype)
-        self._optimizer.step()
-        for name, old in before.items():
-            self._parameters[name].copy_(torch.where(support[name], self._parameters[name], old))
-        for p in self._parameters.values():
-            p.grad = None
+        try:
+            self._optimizer.step()
+        finally:  # even when interrupted inside the step
+            for name, old in before.items():
+                self._parameters[name].copy_(torch.where(support[name], self._parameters[name], old))
+            for p in self._parameters.values():
+                p.grad = None
 
     def _project_state(self, support: Support) -> None:
         for name, p in self._parameters.items():

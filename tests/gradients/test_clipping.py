@@ -1,0 +1,145 @@
+"""Promises 3 and 8: the support is masked before clipping, and a bad record is a zero."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.gradients.cases import make
+from tests.gradients.test_rules import flat, random_support
+from tptopk.gradients.capture import Capture
+from tptopk.gradients.clipping import ClippedSum, clipped_sum
+from tptopk.gradients.contributions import Dense, Rows, squared_norms_of
+from tptopk.gradients.examples import take
+from tptopk.privacy.refusal import Refusal
+from tptopk.supports.support import Support
+
+ENGINES = ["capture", "vmap", "reference"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e38])
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+def test_a_bad_record_contributes_zero(engine, bad, density, name):
+    model, data = make(name, 0, 5)
+    support = random_support(model, density)
+    good = flat(
+        clipped_sum(model, F.cross_entropy, take(data, torch.tensor([0, 1, 3, 4])), support, 0.1, engine=engine)
+    )
+    data[0][2] = bad
+    with_bad = flat(clipped_sum(model, F.cross_entropy, data, support, 0.1, engine=engine))
+    assert torch.isfinite(with_bad).all()
+    if bad == 1e38:  # finite but absurd: clipped like any other
+        assert (with_bad - good).norm() <= 0.1 * (1 + 1e-5)
+    else:
+        torch.testing.assert_close(with_bad, good, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bad_inactive_coordinate_does_not_matter(engine):
+    """One input feature is NaN for one example; with its column inactive the example counts in full."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    mask[:, 1] = False
+    support = Support({"weight": mask, "bias": torch.ones(3, dtype=torch.bool)})
+
+    def loss(m, batch):  # the second feature does not reach the output, only the gradient of its column
+        return F.cross_entropy(
+            F.linear(batch[0].nan_to_num(), m.weight, m.bias) + 0 * m(batch[0]).nan_to_num(), batch[1], reduction="none"
+        )
+
+    bad = x.clone()
+    bad[2, 1] = float("nan")
+    clean = x.clone()
+    clean[2, 1] = 0.0
+    a = clipped_sum(model, loss, (bad, y), support, 10.0, engine="reference")
+    b = clipped_sum(model, loss, (clean, y), support, 10.0, engine="reference")
+    torch.testing.assert_close(flat(a), flat(b))
+    gradients = torch.randn(4, 3, 3)
+    gradients[2, 0, 1] = float("nan")
+    contribution = Dense(gradients)
+    contribution.restrict(mask)
+    assert torch.isfinite(contribution.squared_norms()).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_masking_comes_before_clipping(engine):
+    """Clipping first would shrink the active part by the inactive part's norm."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3, bias=False)
+    data = (torch.randn(1, 4) * 100, torch.tensor([1]))
+    mask = torch.zeros(3, 4, dtype=torch.bool)
+    mask[0, 0] = True
+    total = clipped_sum(model, F.cross_entropy, data, Support({"weight": mask}), 0.1, engine=engine)
+    assert total.values["weight"][0, 0].abs() == pytest.approx(0.1, rel=1e-5)
+
+
+def test_an_empty_batch_does_not_run_the_model():
+    model, data = make("linear", 0, 5)
+    model.forward = None  # would raise if called
+    total = clipped_sum(model, F.cross_entropy, take(data, slice(0, 0)), Support.full(model), 1.0)
+    assert not flat(total).any() and total.sensitivity() == 1.0
+
+
+def test_sums_of_different_clip_norms_do_not_add():
+    with pytest.raises(ValueError, match="different norms"):
+        ClippedSum({}, 1.0) + ClippedSum({}, 2.0)
+
+
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_clip_norm_that_does_not_clip_is_refused(clip_norm):
+    model, data = make("linear", 0, 2)
+    with pytest.raises(Refusal, match="clip_norm"):
+        clipped_sum(model, F.cross_entropy, data, Support.full(model), clip_norm)
+
+
+def test_somebody_elses_autocast_does_not_round_the_sum():
+    """In bfloat16 the sum of 2,000 clipped gradients is rounded by many times the clip norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4))
+    data = (torch.randn(2000, 10), torch.zeros(2000, dtype=torch.long))
+    plain = flat(clipped_sum(model, F.cross_entropy, data, Support.full(model), 0.1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = flat(clipped_sum(model, F.cross_entropy, data, Support.full(model), 0.1))
+    assert inside.dtype == torch.float32
+    torch.testing.assert_close(inside, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_norms_of_many_coordinates_are_not_too_small():
+    values = torch.full((1, 20_000_000), 1.2)
+    assert squared_norms_of(values).item() == pytest.approx(1.44 * 20_000_000, rel=1e-6)
+    assert squared_norms_of(torch.full((1, 4), 1e-30)).item() == pytest.approx(4e-60, rel=1e-5)
+
+
+def test_rows_and_dense_agree():
+    torch.manual_seed(0)
+    example, row = torch.tensor([0, 0, 0, 2, 2]), torch.tensor([1, 1, 4, 0, 1])
+    rows = Rows(example, row, torch.randn(5, 3), batch=3, rows=6)
+    dense = Dense(rows.dense().clone())
+    mask = torch.rand(6, 3) < 0.5
+    for contribution in (rows, dense):
+        contribution.restrict(mask)
+    weights = torch.tensor([0.5, 1.0, 2.0])
+    torch.testing.assert_close(rows.squared_norms(), dense.squared_norms())
+    torch.testing.assert_close(rows.weighted_sum(weights), dense.weighted_sum(weights))
+
+
+@pytest.mark.parametrize("name", ["conv2d", "used twice, in place", "tied", "lstm", "attention", "transformer"])
+def test_a_capture_can_listen_to_somebody_elses_backward(name):
+    model, data = make(name, 0, 4)
+    with Capture(model, 4, listen=True) as heard:
+        loss = F.cross_entropy(model(data[0]), data[1], reduction="sum")
+    loss.backward()
+    with Capture(model, 4) as asked:
+        loss = F.cross_entropy(model(data[0]), data[1], reduction="sum")
+    asked.differentiate(loss)
+    ours, theirs = heard.contributions(), asked.contributions()
+    assert set(ours) == set(theirs) == {n for n, _ in model.named_parameters()}
+    for key in ours:
+        torch.testing.assert_close(ours[key].dense(), theirs[key].dense())
+        torch.testing.assert_close(ours[key].dense().sum(0), model.get_parameter(key).grad, rtol=1e-4, atol=1e-5)

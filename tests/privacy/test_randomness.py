@@ -1,0 +1,56 @@
+"""Streams are all different, and the secret stays where it is."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from tptopk.privacy.randomness import Streams
+
+CPU = torch.device("cpu")
+
+
+def test_no_two_places_share_numbers():
+    """Every pair of (run, attempt, purpose, phase, step, parameter) that differs anywhere gives different numbers."""
+    seen = set()
+    for run in ("a", "b"):
+        for attempt in (1, 2):
+            streams = Streams(run, attempt, seed=None)
+            for purpose in ("noise", "sample"):
+                for place in [(p, s, n) for p in range(3) for s in range(20) for n in ("w", "b")]:
+                    seen.add(streams.numpy(purpose, *place).bytes(16))
+    assert len(seen) == 2 * 2 * 2 * 120
+
+
+def test_places_that_read_alike_are_different():
+    streams = Streams("run", seed=1)
+    assert streams.numpy("noise", 1, 12).bytes(8) != streams.numpy("noise", 11, 2).bytes(8)
+    assert streams.numpy("noise", "1").bytes(8) != streams.numpy("noise", 1).bytes(8)
+
+
+@pytest.mark.parametrize("other", [1, 2**32, 2**64, -5])
+def test_all_bits_of_a_seed_count(other):
+    """torch's own CPU generator keeps 32 bits of its seed; ours must not."""
+    assert Streams("r", seed=5).numpy("noise").bytes(8) != Streams("r", seed=5 + other).numpy("noise").bytes(8)
+
+
+def test_a_seed_repeats_and_no_seed_does_not():
+    assert Streams("a", seed=3).numpy("x").bytes(8) == Streams("b", seed=3).numpy("x").bytes(8)
+    assert Streams("a").numpy("x").bytes(8) != Streams("a").numpy("x").bytes(8)
+
+
+def test_the_secret_cannot_be_written_down():
+    streams = Streams("r")
+    assert "secret withheld" in repr(streams)
+    with pytest.raises(TypeError, match="never written"):
+        pickle.dumps(streams)
+
+
+def test_normal_numbers_are_standard():
+    """Mean and variance of a million draws; each fails once in a million runs (4.9 standard errors)."""
+    draws = Streams("r").normal(1_000_000, CPU, "noise", 0, 0, "w").double()
+    assert abs(draws.mean()) < 4.9e-3
+    assert abs(draws.var() - 1) < 4.9 * np.sqrt(2 / 1_000_000)
