@@ -89,7 +89,12 @@ def train(
     json_: AsJson = False,
 ) -> None:
     """Train a model privately and write a run folder."""
-    run = _train(settings, seed, out or _free_folder(settings.method), settings.method)
+    folder = out or _free_folder(settings.method)
+    try:
+        run = _train(settings, seed, folder, settings.method)
+    except KeyboardInterrupt:
+        print(f"interrupted; what was charged and the model so far are in {folder}", file=sys.stderr)
+        raise typer.Exit(130) from None
     if json_:
         print(json.dumps({**run.summary(), "folder": str(run.folder)}))
     else:
@@ -219,8 +224,6 @@ def _train(settings: Settings, seed: int | None, out: str | None, label: str) ->
     training, test = settings.load_data()
     seed_everything(seed)
     model = settings.build_model()
-    if settings.device:
-        model.to(settings.device)
     with TrainingProgress(plan, label) as progress:
         return fit(
             model,
@@ -274,6 +277,3 @@ def main() -> None:
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted; what was charged and the model so far are in the run folder", file=sys.stderr)
-        sys.exit(130)

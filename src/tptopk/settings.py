@@ -6,7 +6,7 @@ import importlib
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ class Settings:
     @classmethod
     def gather(cls, config: str | None, given: Mapping[str, Any]) -> Settings:
         """Defaults, then the configuration file, then what was given on the command line."""
-        return replace(
-            cls(), **(read_config(config) if config else {}), **{k: v for k, v in given.items() if v is not None}
-        )
+        chosen = read_config(config) if config else {}
+        return cls(**{**chosen, **{name: value for name, value in given.items() if value is not None}})
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

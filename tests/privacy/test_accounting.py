@@ -98,7 +98,7 @@ def test_edge_cases():
     assert epsilon([], 1e-5) == 0.0
     assert epsilon([Segment(math.inf, 0.1, 10)], 1e-5) == 0.0
     assert epsilon([Segment(0.0, 0.1, 10)], 1e-5) == math.inf
-    assert epsilon([Segment(1e-5, 0.1, 10)], 1e-5, "rdp") == math.inf
+    assert epsilon([Segment(1e-5, 0.1, 10)], 1e-5, "pld") == math.inf
     with pytest.raises(Refusal, match="use accountant='rdp'"):
         epsilon([Segment(1.0, 0.1, 10)], 1e-13, "pld")
     with pytest.raises(Refusal, match="did you mean 'rdp'"):

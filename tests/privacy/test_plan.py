@@ -12,9 +12,9 @@ from tptopk.privacy.accounting import epsilon
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal
 
-PHASE = dict(steps=10, sample_rate=0.1, noise_multiplier=1.0, clip_norm=1.0)
-PLAN = dict(phases=(Phase(**PHASE),), delta=1e-5, dataset_size=1000)
-CALIBRATE = dict(epsilon=3.0, delta=1e-5, batch_size=100, dataset_size=1000, epochs=10, accountant="rdp")
+PHASE = {"steps": 10, "sample_rate": 0.1, "noise_multiplier": 1.0, "clip_norm": 1.0}
+PLAN = {"phases": (Phase(**PHASE),), "delta": 1e-5, "dataset_size": 1000}
+CALIBRATE = {"epsilon": 3.0, "delta": 1e-5, "batch_size": 100, "dataset_size": 1000, "epochs": 10, "accountant": "rdp"}
 
 
 def test_a_plan_cannot_be_changed():

@@ -94,9 +94,10 @@ class Support:
                 masks = {}
                 for name, shape in shapes:
                     count = int(np.prod(shape, dtype=np.int64))
-                    bits = np.unpackbits(file.get_tensor(name), count=count)
-                    if bits.size != count:
-                        raise ValueError(f"{name} holds {bits.size} of {count} coordinates")
+                    packed = file.get_tensor(name)
+                    if packed.size != -(-count // 8):
+                        raise ValueError(f"{name} holds {packed.size} bytes for {count} coordinates")
+                    bits = np.unpackbits(packed, count=count)
                     masks[str(name)] = torch.from_numpy(bits.astype(bool).reshape(shape))
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise Refusal(f"{path} is not a saved support: {error}") from error

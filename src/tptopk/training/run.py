@@ -182,7 +182,10 @@ def load(path: str | Path, model: nn.Module) -> Run:
             summary["config"],
         )
     except FileNotFoundError as error:
-        raise Refusal(f"{folder} is not a run folder: {Path(error.filename).name} is missing") from error
+        missing = Path(
+            error.filename or str(error).rsplit(" ", 1)[-1]
+        ).name  # safetensors gives the path in its message alone
+        raise Refusal(f"{folder} is not a run folder: {missing} is missing") from error
     except (
         KeyError,
         TypeError,

@@ -222,7 +222,10 @@ def _check_length(records: Records, plan: Plan) -> None:
 
 def _settle_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        model.to(torch.device(device))
+        try:
+            model.to(torch.device(device))
+        except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is not there
+            raise Refusal(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
     places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if len(places) != 1:
         raise Refusal(f"the model's tensors are on {len(places)} devices; move the whole model to one")

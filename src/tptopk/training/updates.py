@@ -58,7 +58,12 @@ class Updater:
     @torch.no_grad()
     def apply(self, gradient: Mapping[str, Tensor], support: Support) -> None:
         if support is not self._support:
-            self._project_state(support)
+            for active in (
+                self._support,
+                support,
+            ):  # off the old one too: decay builds up state where nothing is active
+                if active is not None:
+                    self._project_state(active)
             self._support = support
         before = {name: p.clone() for name, p in self._parameters.items() if not support.covers(name)}
         for group in self._optimizer.param_groups:

@@ -1,0 +1,244 @@
+"""The command line, as a stranger would use it: in an empty folder, with typos, without data, piped, interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tptopk.cli import main
+
+QUICK = ["--accountant", "rdp", "--steps", "10"]
+NETWORK = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+
+def broken():
+    return 3
+"""
+
+
+class Done(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def tptopk(monkeypatch, capsys):
+    """Run the command line in this process, which is ten times faster than a new one."""
+
+    def run(*words: str, cwd, check: bool = True) -> Done:
+        monkeypatch.chdir(cwd)
+        monkeypatch.setattr(sys, "argv", ["tptopk", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
+            main()
+        done = Done(ended.value.code or 0, *capsys.readouterr())
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder with somebody's own data and network."""
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((90, 3, 4)).astype(np.float32), generator.integers(0, 3, 90)
+    np.savez(tmp_path / "mine.npz", x_train=x[:60], y_train=y[:60], x_test=x[60:], y_test=y[60:])
+    np.savez(tmp_path / "no_test.npz", x_train=x, y_train=y)
+    np.savez(tmp_path / "no_labels.npz", x_train=x)
+    np.savez(tmp_path / "pickled.npz", x_train=np.array([{}, {}], dtype=object), y_train=y[:2])
+    (tmp_path / "mynet.py").write_text(NETWORK)
+    return tmp_path
+
+
+def test_train_writes_a_run_and_prints_what_it_cost(tptopk, tmp_path):
+    done = tptopk("train", *QUICK, cwd=tmp_path)
+    for word in ("test accuracy", "ε", "δ", "σ₁", "σ₂", "k/d", "runs/tp-topk-1"):
+        assert word in done.stdout
+    assert done.stderr == "", "nothing but the result when piped"
+    names = {p.name for p in (tmp_path / "runs" / "tp-topk-1").iterdir()}
+    assert names == {
+        "run.json",
+        "plan.json",
+        "ledger.jsonl",
+        "metrics.jsonl",
+        "support.safetensors",
+        "model.safetensors",
+        "statement.md",
+    }
+    tptopk("train", *QUICK, cwd=tmp_path)
+    assert (tmp_path / "runs" / "tp-topk-2").is_dir()
+    predicted = tptopk("predict", "runs/tp-topk-1", cwd=tmp_path).stdout.splitlines()
+    assert predicted[0] == "record,class,probability" and len(predicted) == 361
+    assert "differential privacy" in tptopk("statement", "runs/tp-topk-1", cwd=tmp_path).stdout
+
+
+def test_json_is_one_object(tptopk, tmp_path):
+    done = tptopk("train", *QUICK, "--json", "--seed", "1", "--out", "here", cwd=tmp_path)
+    run = json.loads(done.stdout)
+    assert run["status"] == "finished" and run["folder"] == "here" and run["facts"]["seeded"]
+    plan = json.loads(tptopk("plan", *QUICK, "--json", cwd=tmp_path).stdout)
+    assert plan["phases"][1]["noise_energy"] == pytest.approx(0.4 * plan["phases"][1]["noise_energy_if_dense"])
+    assert plan["epsilon"]["pld"] <= plan["epsilon"]["rdp"] <= plan["epsilon"]["rdp-paper"]
+
+
+def test_plan_touches_no_data(tptopk, tmp_path):
+    done = tptopk(
+        "plan", "--data", "nowhere.npz", "--dataset-size", "5000", "--coordinates", "1000000", *QUICK, cwd=tmp_path
+    )
+    assert "d = 1,000,000" in done.stdout and "400,000" in done.stdout
+
+
+def test_own_data_and_model(tptopk, own):
+    words = [
+        "--data",
+        "mine.npz",
+        "--dataset-size",
+        "60",
+        "--model",
+        "mynet:build",
+        "--batch-size",
+        "20",
+        "--delta",
+        "1e-3",
+    ]
+    tptopk("train", *QUICK, *words, "--out", "run", cwd=own)
+    refused = tptopk("predict", "run", "--data", "mine.npz", cwd=own, check=False)
+    assert refused.returncode == 2 and "--model" in refused.stderr
+    assert (
+        len(tptopk("predict", "run", "--data", "mine.npz", "--model", "mynet:build", cwd=own).stdout.splitlines()) == 31
+    )
+    rows = json.loads(
+        tptopk(
+            "compare",
+            *QUICK,
+            *words,
+            "--seeds",
+            "2",
+            "--methods",
+            "dp-sgd,on-rand,non-private",
+            "--plot",
+            "figure.png",
+            "--json",
+            cwd=own,
+        ).stdout
+    )["rows"]
+    assert [row["method"] for row in rows] == ["dp-sgd", "on-rand", "non-private"]
+    assert all(len(row["accuracies"]) == 2 for row in rows) and rows[2]["epsilon"] is None
+    assert (own / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_config_file_says_the_same_words(tptopk, own):
+    (own / "run.toml").write_text('method = "dp-sgd"\nactive-ratio = 0.5\nsteps = 4\naccountant = "rdp"\nepsilon = 2\n')
+    values = json.loads(tptopk("plan", "--config", "run.toml", "--epsilon", "5", "--json", cwd=own).stdout)
+    assert values["method"] == "dp-sgd" and values["phases"][0]["steps"] == 4
+    assert 5 * 0.999 <= values["epsilon"]["rdp"] <= 5
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--metod", "dp-sgd"], "--method"),
+        (["trian"], "train"),
+        (["train", "--method", "dpsgd"], "did you mean 'dp-sgd'"),
+        (["train", "--epsilon", "0"], "epsilon is 0"),
+        (["train", "--epsilon", "nan"], "epsilon is nan"),
+        (["train", "--epsilon", "three"], "--epsilon"),
+        (["train", "--delta", "2"], "delta is 2"),
+        (["train", "--active-ratio", "0"], "active_ratio is 0"),
+        (["train", "--warmup", "1"], "warmup is 1"),
+        (["train", "--epochs", "3", "--steps", "3"], "not both"),
+        (["train", "--steps", "0"], "steps is 0"),
+        (["train", "--clip-norm", "-1"], "clip_norm is -1"),
+        (["train", "--learning-rate", "0"], "learning_rate is 0"),
+        (["train", "--optimizer", "sdg"], "did you mean 'sgd'"),
+        (["train", "--data", "mine.npz"], "--dataset-size"),
+        (
+            ["train", "--data", "nowhere.npz", "--dataset-size", "9", "--batch-size", "3"],
+            "there is no file nowhere.npz",
+        ),
+        (["train", "--data", "no_labels.npz", "--dataset-size", "9", "--batch-size", "3"], "has no y_train"),
+        (["train", "--data", "mynet.py", "--dataset-size", "9", "--batch-size", "3"], "cannot be read"),
+        (["train", "--data", "pickled.npz", "--dataset-size", "9", "--batch-size", "3"], "cannot be read"),
+        (
+            ["train", "--data", "mine.npz", "--dataset-size", "61", "--batch-size", "9", "--model", "mynet:build"],
+            "declares a dataset of 61 records",
+        ),
+        (["train", "--data", "mine.npz", "--dataset-size", "60", "--batch-size", "9"], "made-up examples"),
+        (["train", "--model", "mynet"], "package.module:factory"),
+        (["train", "--model", "nowhere:build"], "No module named 'nowhere'"),
+        (["train", "--model", "mynet:nothing"], "has no attribute 'nothing'"),
+        (["train", "--model", "mynet:broken"], "not a torch.nn.Module"),
+        (["train", "--config", "nowhere.toml"], "cannot read nowhere.toml"),
+        (["train", "--config", "mynet.py"], "not a TOML file"),
+        (["train", "--config", "typo.toml"], "did you mean 'epsilon'"),
+        (["train", "--config", "type.toml"], "must be of type int"),
+        (["train", "--out", "mynet.py"], "cannot write to mynet.py"),
+        (["train", "--device", "cuda:77"], "cuda:77"),
+        (["train", "--ema", "2"], "ema is 2"),
+        (["compare", "--methods", "dp-sgd,tp-top"], "did you mean 'tp-topk'"),
+        (["compare", "--seeds", "0"], "seeds is 0"),
+        (["compare", "--data", "no_test.npz", "--dataset-size", "90", "--batch-size", "9"], "needs a test set"),
+        (["plan", "--coordinates", "0"], "coordinates is 0"),
+        (["predict", "nowhere"], "not a run folder"),
+        (["statement", "nowhere"], "holds no finished run"),
+    ],
+)
+def test_mistakes_get_one_clear_line(tptopk, own, words, message):
+    (own / "typo.toml").write_text("epsilom = 3\n")
+    (own / "type.toml").write_text("steps = 2.5\n")
+    done = tptopk(*words, *(["--accountant", "rdp"] if words[0] in ("train", "compare") else []), cwd=own, check=False)
+    assert done.returncode == 2 and message in done.stderr and done.stdout == ""
+    assert not (own / "runs").exists()
+
+
+def test_checking_data_is_the_operators_own_step(tptopk, own):
+    assert "nothing to report" in tptopk("data", "check", cwd=own).stdout
+    x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 7, -1])
+    x[1, 0] = np.nan
+    np.savez(own / "bad.npz", x_train=x, y_train=y)
+    shown = tptopk("data", "check", "bad.npz", "--classes", "3", cwd=own).stdout
+    assert (
+        "1 records have inputs that are not finite" in shown
+        and "largest label is 7" in shown
+        and "smallest label is -1" in shown
+    )
+    assert "not covered by any guarantee" in shown
+
+
+def test_ctrl_c_leaves_a_readable_run(tptopk, tmp_path):
+    running = subprocess.Popen(
+        [sys.executable, "-m", "tptopk", "train", "--accountant", "rdp", "--steps", "100000", "--out", "run"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size > 500) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.kill(running.pid, signal.SIGINT)
+    _, stderr = running.communicate(timeout=120)
+    assert running.returncode == 130 and "interrupted" in stderr and "Traceback" not in stderr
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["status"] == "interrupted" and 0 < run["epsilon"] < 3
+    assert len(tptopk("predict", "run", cwd=tmp_path).stdout.splitlines()) == 361
+
+
+def test_the_non_private_method_is_loud(tptopk, tmp_path):
+    done = tptopk("train", *QUICK, "--method", "non-private", cwd=tmp_path)
+    assert "NOT private" in done.stderr and "not private" in done.stdout

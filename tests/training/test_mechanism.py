@@ -1,0 +1,187 @@
+"""Promises 2 and 3: sum, noise on the support alone, divide by a public constant."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tptopk.gradients.clipping import clipped_sum
+from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.plan import Phase, Plan
+from tptopk.privacy.randomness import Streams
+from tptopk.supports.selection import top_k
+from tptopk.supports.support import Support, trainable
+from tptopk.training.mechanism import Mechanism
+
+PLAN = Plan(
+    phases=(
+        Phase(steps=50, sample_rate=0.1, noise_multiplier=1.3, clip_norm=0.7),
+        Phase(steps=50, sample_rate=0.2, noise_multiplier=0.9, clip_norm=0.4),
+    ),
+    delta=1e-5,
+    dataset_size=1000,
+    accountant="rdp",
+)
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(200, 150), nn.Tanh(), nn.Linear(150, 3))
+
+
+def half(model: nn.Module) -> Support:
+    generator = torch.Generator().manual_seed(1)
+    return top_k(
+        {n: torch.rand(p.shape, generator=generator) for n, p in trainable(model).items()},
+        Support.full(model).total // 2,
+    )
+
+
+def flat(values) -> torch.Tensor:
+    return torch.cat([v.flatten() for v in values.values()]).double()
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("engine", ["capture", "vmap"])
+def test_noise_has_the_plans_variance_on_the_support_and_none_elsewhere(phase, sparse, engine):
+    """Over 500,000 draws through the whole step the variance is within 1% of (σC/B)².
+
+    Its relative standard error is √(2/n) ≤ 0.2%, so 1% is 5 standard errors: a false alarm once in a million runs.
+    """
+    model = wide()
+    support = half(model) if sparse else Support.full(model)
+    mechanism = Mechanism(model, F.cross_entropy, PLAN, ledger := Ledger(PLAN), Streams("r"), engine)
+    if phase == 1:
+        ledger.steps[0] = PLAN.phases[0].steps
+    numbers = PLAN.phases[phase]
+    data = (torch.randn(6, 200), torch.randint(0, 3, (6,)))
+    signal = flat(
+        clipped_sum(model, F.cross_entropy, data, support, numbers.clip_norm).values
+    ) / PLAN.expected_batch_size(numbers)
+    active = flat(support.masks).bool()
+    draws = []
+    for step in range(math.ceil(500_000 / support.size)):
+        private = mechanism.private_gradient([data], support, phase, step)
+        assert not flat(private.values)[~active].any()
+        draws.append((flat(private.values) - signal)[active])
+    noise = torch.cat(draws)
+    expected = (numbers.noise_multiplier * numbers.clip_norm / (numbers.sample_rate * 1000)) ** 2
+    assert noise.numel() >= 500_000
+    assert private.noise_std**2 == pytest.approx(expected)
+    assert abs(noise.square().mean() / expected - 1) < 0.01
+    assert abs(noise.mean()) < 5 * math.sqrt(expected / noise.numel())
+
+
+def test_no_two_steps_phases_or_parameters_share_noise():
+    model = nn.Sequential(nn.Linear(30, 30, bias=False), nn.Linear(30, 30, bias=False))
+    mechanism = Mechanism(model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("r"))
+    support = Support.full(model)
+    seen = []
+    for phase, numbers in enumerate(PLAN.phases):
+        for step in range(numbers.steps):
+            private = mechanism.private_gradient([], support, phase, step)
+            seen += [
+                v.flatten() * numbers.sample_rate / (numbers.noise_multiplier * numbers.clip_norm)
+                for v in private.values.values()
+            ]
+    noise = torch.stack(seen)  # 200 × 900 standard normal numbers, scaled alike
+    correlation = torch.corrcoef(noise).fill_diagonal_(0)
+    assert noise.unique().numel() > 0.99 * noise.numel()
+    assert correlation.abs().max() < 6 / math.sqrt(900), "19,900 pairs, each beyond 6 standard errors once in 5e8"
+
+
+def test_an_empty_batch_is_a_full_charged_noisy_step():
+    model = wide()
+    mechanism = Mechanism(model, F.cross_entropy, PLAN, ledger := Ledger(PLAN), Streams("r"))
+    private = mechanism.private_gradient([], Support.full(model), 0, 0)
+    assert ledger.steps[0] == 1 and flat(private.values).std() == pytest.approx(
+        PLAN.noise_std(PLAN.phases[0]), rel=0.05
+    )
+
+
+def test_the_divisor_does_not_know_the_batch():
+    """The same record alone or among copies of itself: the sum grows, the divisor does not."""
+    model = wide()
+    x, y = torch.randn(1, 200), torch.tensor([0])
+    found = []
+    for copies in (1, 5):
+        mechanism = Mechanism(model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("r", seed=7))
+        found.append(
+            flat(
+                mechanism.private_gradient([(x.repeat(copies, 1), y.repeat(copies))], Support.full(model), 0, 0).values
+            )
+        )
+    one = flat(clipped_sum(model, F.cross_entropy, (x, y), Support.full(model), 0.7).values)
+    torch.testing.assert_close(found[1] - found[0], 4 * one / 100, rtol=1e-3, atol=1e-7)
+
+
+def test_micro_batches_of_any_size_give_the_same_release():
+    model = wide()
+    data = (torch.randn(12, 200), torch.randint(0, 3, (12,)))
+    found = []
+    for size in (1, 5, 12):
+        mechanism = Mechanism(model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("r", seed=7))
+        batches = [(data[0][i : i + size], data[1][i : i + size]) for i in range(0, 12, size)]
+        found.append(flat(mechanism.private_gradient(batches, half(model), 0, 0).values))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(found[0], found[2], rtol=1e-5, atol=1e-8)
+
+
+def test_the_charge_comes_before_the_noise():
+    order = []
+
+    class Witness(Ledger):
+        def charge(self, *args):
+            super().charge(*args)
+            order.append("charge")
+
+    class Watched(Streams):
+        def normal(self, *args):
+            order.append("noise")
+            return super().normal(*args)
+
+    model = nn.Linear(3, 3, bias=False)
+    Mechanism(model, F.cross_entropy, PLAN, Witness(PLAN), Watched("r")).private_gradient([], Support.full(model), 0, 0)
+    assert order == ["charge", "noise"]
+
+
+def test_a_charge_that_fails_draws_no_noise():
+    class Full(Ledger):
+        def charge(self, *args):
+            raise OSError("no space left on device")
+
+    class Silent(Streams):
+        def normal(self, *args):
+            raise AssertionError("noise was drawn without a charge")
+
+    model = nn.Linear(3, 3)
+    with pytest.raises(OSError, match="no space"):
+        Mechanism(model, F.cross_entropy, PLAN, Full(PLAN), Silent("r")).private_gradient([], Support.full(model), 0, 0)
+
+
+def test_a_model_that_is_written_to_during_a_step_stops_the_run():
+    class Sly(nn.Module):
+        """Behaves for a while, then keeps a statistic of its data."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 3), 0
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 2:
+                self.mean += x.detach().mean(0)
+            return self.layer(x)
+
+    model = Sly()
+    mechanism = Mechanism(model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("r"))
+    data = (torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+    mechanism.private_gradient([data, data], Support.full(model), 0, 0)
+    with pytest.raises(RuntimeError, match="nothing was released"):
+        mechanism.private_gradient([data], Support.full(model), 0, 1)

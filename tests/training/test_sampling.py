@@ -1,0 +1,139 @@
+"""Promise 4: Poisson sampling is real."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binom, chi2
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from tptopk.privacy.randomness import Streams
+from tptopk.privacy.refusal import Refusal
+from tptopk.training.sampling import PoissonSampler, Records, micro_batches
+
+SIZE, RATE, STEPS = 400, 0.15, 600
+CPU = torch.device("cpu")
+
+
+def poisson_verdict(samples: list[np.ndarray]) -> dict[str, float]:
+    """p-values of what Poisson sampling implies: how batch sizes spread, how often each record comes, how often a pair comes together."""
+    sizes = np.array([len(s) for s in samples])
+    counts = np.bincount(np.concatenate(samples), minlength=SIZE)
+    size_statistic = ((sizes - SIZE * RATE) ** 2).sum() / (SIZE * RATE * (1 - RATE))
+    count_statistic = ((counts - STEPS * RATE) ** 2).sum() / (STEPS * RATE * (1 - RATE))
+    repeats = sum(len(np.intersect1d(a, b)) for a, b in itertools.pairwise(samples))
+    return {
+        "dispersion of sizes": two_sided(chi2, size_statistic, STEPS),
+        "counts of records": two_sided(chi2, count_statistic, SIZE),
+        "records twice in a row": 2
+        * min(binom.cdf(repeats, SIZE * (STEPS - 1), RATE**2), binom.sf(repeats - 1, SIZE * (STEPS - 1), RATE**2)),
+    }
+
+
+def two_sided(distribution, statistic, freedom) -> float:
+    return 2 * min(distribution.cdf(statistic, freedom), distribution.sf(statistic, freedom))
+
+
+def test_the_sampler_is_poisson():
+    """Each p-value is below 1e-6 once in a million runs."""
+    sampler = PoissonSampler(SIZE, Streams("r"))
+    verdict = poisson_verdict([sampler.sample(0, step, RATE).numpy() for step in range(STEPS)])
+    assert min(verdict.values()) > 1e-6, verdict
+
+
+def test_a_shuffling_sampler_fails():
+    generator, samples = np.random.default_rng(0), []
+    while len(samples) < STEPS:
+        order = generator.permutation(SIZE)
+        samples += [order[i : i + 60] for i in range(0, SIZE - 59, 60)]
+    verdict = poisson_verdict(samples[:STEPS])
+    assert verdict["dispersion of sizes"] < 1e-6 and verdict["records twice in a row"] < 1e-6
+
+
+def test_a_fixed_size_sampler_fails():
+    generator = np.random.default_rng(0)
+    verdict = poisson_verdict([generator.choice(SIZE, 60, replace=False) for _ in range(STEPS)])
+    assert verdict["dispersion of sizes"] < 1e-6
+
+
+def test_edge_rates():
+    sampler = PoissonSampler(50, Streams("r"))
+    assert sampler.sample(0, 0, 1.0).tolist() == list(range(50))
+    assert any(len(sampler.sample(0, step, 0.001)) == 0 for step in range(50)), "empty batches happen and are kept"
+
+
+def test_phases_and_steps_sample_afresh():
+    sampler = PoissonSampler(1000, Streams("r"))
+    drawn = {tuple(sampler.sample(phase, step, 0.3).tolist()) for phase in range(2) for step in range(10)}
+    assert len(drawn) == 20
+
+
+class Squares(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i), i * i]), i % 3
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+class Anonymised(TensorDataset):
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return torch.zeros_like(x), y
+
+
+def test_datasets_of_all_kinds_give_the_same_batches():
+    x = torch.stack([Squares()[i][0] for i in range(10)])
+    y = torch.arange(10) % 3
+    wanted = torch.tensor([1, 4, 9])
+    for dataset in (Squares(), TensorDataset(x, y), (x, y), [x, y]):
+        batch = Records(dataset).fetch(wanted)
+        assert torch.equal(batch[0], x[wanted]) and torch.equal(batch[1], y[wanted])
+    assert not Records(Anonymised(x, y)).fetch(wanted)[0].any(), "a dataset's own way to read a record is used"
+
+
+def test_micro_batches_cover_the_sample_once():
+    batches = list(micro_batches(Records(Squares()), torch.tensor([0, 2, 5, 7, 8]), 2, CPU))
+    assert [len(b[1]) for b in batches] == [2, 2, 1]
+    assert torch.cat([b[0][:, 0] for b in batches]).tolist() == [0, 2, 5, 7, 8]
+    assert list(micro_batches(Records(Squares()), torch.tensor([], dtype=torch.long), 2, CPU)) == []
+
+
+@pytest.mark.parametrize("dataset", [DataLoader(Squares()), Endless(), 3, object()])
+def test_what_cannot_be_sampled_is_refused(dataset):
+    with pytest.raises(Refusal):
+        Records(dataset)
+
+
+def two_views(records):
+    x = torch.stack([r[0] for r in records])
+    return torch.cat([x, x + 0.1]), torch.tensor([r[1] for r in records] * 2)
+
+
+def mixing(records):
+    x = torch.stack([r[0] for r in records])
+    return (x + x.roll(1, 0)) / 2, torch.tensor([r[1] for r in records])
+
+
+def padding(records):
+    return torch.nn.utils.rnn.pad_sequence([r[0] for r in records], batch_first=True), torch.tensor(
+        [r[1] for r in records]
+    )
+
+
+def test_a_collate_that_multiplies_or_mixes_records_is_refused():
+    with pytest.raises(Refusal, match="4 examples of 2 records"):
+        Records(Squares(), two_views).refuse_mixing_collate()
+    with pytest.raises(Refusal, match="count more than once"):
+        Records(Squares(), two_views).fetch(torch.tensor([0, 1, 2]))
+    with pytest.raises(Refusal, match="mixes records"):
+        Records(Squares(), mixing).refuse_mixing_collate()
+    Records(Squares(), padding).refuse_mixing_collate()
