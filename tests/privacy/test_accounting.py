@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
@@ -112,7 +112,7 @@ def test_the_order_of_segments_does_not_matter_and_reading_changes_nothing():
 
 plans = {
     "target": st.floats(0.2, 15),
-    "delta": st.sampled_from([1e-4, 1e-5, 1e-6]),
+    "delta": st.sampled_from([5e-6, 1e-6, 1e-8]),
     "batch": st.integers(1, 1000),
     "size": st.integers(1000, 100_000),
     "steps": st.integers(10, 2000),
@@ -143,7 +143,9 @@ def calibrated(accountant, target, delta, batch, size, steps, method, warmup, bu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", PRIVATE)
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
 @given(**{key: value for key, value in plans.items() if key != "method"})
 def test_calibration_never_overspends_under_rdp(target, delta, batch, size, steps, method, warmup, budget):
     calibrated("rdp", target, delta, batch, size, steps, method, warmup, budget)
@@ -159,7 +161,10 @@ def test_rounding_over_many_steps_does_not_make_epsilon_optimistic(steps, delta)
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(**plans)
+@pytest.mark.parametrize("method", ["dp-sgd", "tp-topk"])
+@settings(
+    max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+)
+@given(**{key: value for key, value in plans.items() if key != "method"})
 def test_calibration_never_overspends_under_pld(target, delta, batch, size, steps, method, warmup, budget):
     calibrated("pld", target, delta, batch, size, steps, method, warmup, budget)
