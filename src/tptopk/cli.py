@@ -125,7 +125,9 @@ def compare(
     rows = comparison(runs)
     if plot:
         comparison_figure(
-            rows, plot, f"ε = {settings.epsilon:g}, δ = {settings.delta:g}, {seeds} seeds, dots are single runs"
+            rows,
+            plot,
+            f"ε = {settings.epsilon:g}, δ = {settings.delta:g}, {seeds} seeds (dots), mean and standard deviation",
         )
     if json_:
         print(json.dumps({"settings": settings.to_dict(), "rows": rows}))

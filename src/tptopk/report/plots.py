@@ -24,18 +24,19 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title
     places = range(len(rows))
     colours = [OPEN if row["epsilon"] is None else PRIVATE for row in rows]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=[3, 2], layout="constrained")
-    left.barh(places, [row["accuracy"] for row in rows], color=colours, height=0.6, alpha=0.85)
-    for place, row in zip(places, rows, strict=True):
-        left.plot(row["accuracies"], [place] * len(row["accuracies"]), "o", color=INK, markersize=3)
+    for place, row, colour in zip(places, rows, colours, strict=True):
+        left.errorbar(row["accuracy"], place, xerr=row["std"] or 0.0, fmt="D", color=colour, markersize=7, capsize=4)
+        left.plot(row["accuracies"], [place + 0.22] * len(row["accuracies"]), "o", color=MUTED, markersize=4)
         spread = "" if row["std"] is None else f" ± {row['std']:.1f}"
-        left.text(101, place, f"{row['accuracy']:.1f}{spread}", va="center", fontsize=9, color=INK)
+        left.text(100.6, place, f"{row['accuracy']:.1f}{spread}", va="center", fontsize=9, color=INK)
     lowest = min(min(row["accuracies"]) for row in rows)
     left.set(
         yticks=list(places),
         yticklabels=names,
-        xlim=(max(0.0, 10 * (lowest // 10) - 10), 100),
+        xlim=(max(0.0, 10 * (lowest // 10)), 100),
         xlabel="test accuracy, %",
     )
+    left.set_ylim(-0.5, len(rows) - 0.5)
     noisy = [row for row in rows if row["epsilon"] is not None]
     right.barh(
         [names.index(row["method"]) for row in noisy],
@@ -44,7 +45,9 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title
         height=0.6,
         alpha=0.85,
     )
-    right.set(yticks=list(places), yticklabels=[], ylim=left.get_ylim(), xlabel="noise energy of a step, last phase")
+    right.set(
+        yticks=list(places), yticklabels=[], ylim=(-0.5, len(rows) - 0.5), xlabel="noise energy of a step, last phase"
+    )
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
         axes.invert_yaxis()

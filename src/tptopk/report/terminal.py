@@ -185,7 +185,7 @@ def comparison(runs: Mapping[str, Sequence[Run]]) -> list[dict[str, Any]]:
 
 def print_comparison(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = Table()
-    for column in ("method", "test accuracy %", "ε", "σ", "k/d", "seconds"):
+    for column in ("method", "test accuracy, %", "ε", "σ", "k/d", "seconds"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for row in rows:
         spread = "" if row["std"] is None else f" ± {row['std']:.2f}"
@@ -193,7 +193,7 @@ def print_comparison(rows: Sequence[Mapping[str, Any]], console: Console) -> Non
         table.add_row(
             row["method"],
             f"{row['accuracy']:.2f}{spread}",
-            "[red]∞ (not private)[/]" if row["epsilon"] is None else round_up(row["epsilon"], 3),
+            "[red]∞[/]" if row["epsilon"] is None else round_up(row["epsilon"], 3),
             "–" if sigmas is None else " / ".join(f"{s:.2f}" for s in sigmas),
             f"{row['active'] / row['coordinates']:.2f}",
             f"{row['seconds']:.1f}",
