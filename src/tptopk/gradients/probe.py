@@ -102,7 +102,7 @@ def made_up(
     if isinstance(value, (int, np.integer)):
         return int(generator.integers(ids))
     if isinstance(value, (float, np.floating)):
-        return float(generator.normal())
+        return float(generator.standard_normal())
     if isinstance(value, str):
         return "ab"[generator.integers(2)]
     if isinstance(value, np.ndarray):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tptopk.gradients.contributions import Contribution, Dense
+from tptopk.gradients.contributions import Contribution, Dense, Products
 from tptopk.gradients.rules import Call, rule_for
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -28,9 +28,11 @@ def convolution(call: Call) -> dict[str, Contribution]:
     batch, groups = g.shape[0], layer.groups
     view = view.reshape(batch, groups, -1, g[0, 0].numel())  # [B, G, C_in/G·κ, S]
     g = g.reshape(batch, groups, -1, view.shape[-1])  # [B, G, C_out/G, S]
-    found: dict[str, Contribution] = {
-        "weight": Dense(torch.matmul(g, view.transpose(2, 3)).view(batch, *layer.weight.shape))
-    }
+    found: dict[str, Contribution] = {}
+    if groups == 1:
+        found["weight"] = Products(g[:, 0].transpose(1, 2), view[:, 0].transpose(1, 2), tuple(layer.weight.shape))
+    else:
+        found["weight"] = Dense(torch.matmul(g, view.transpose(2, 3)).view(batch, *layer.weight.shape))
     if layer.bias is not None:
         found["bias"] = Dense(g.sum(3).view(batch, -1))
     return found

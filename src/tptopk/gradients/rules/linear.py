@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
+from typing import cast
+
 from torch import nn
 
-from tptopk.gradients.contributions import Contribution, Dense
+from tptopk.gradients.contributions import Contribution, Dense, Products
 from tptopk.gradients.rules import Call, rule_for
 
 
@@ -14,9 +15,10 @@ def linear(call: Call) -> dict[str, Contribution]:
     gradient = call.output_gradient
     if gradient is None:
         return {}
+    layer = cast(nn.Linear, call.module)
     x = call.input.flatten(1, -2) if call.input.dim() > 2 else call.input.unsqueeze(1)  # [B, T, in]
     g = gradient.flatten(1, -2) if gradient.dim() > 2 else gradient.unsqueeze(1)  # [B, T, out]
-    found: dict[str, Contribution] = {"weight": Dense(torch.bmm(g.transpose(1, 2), x))}  # [B, out, in]
-    if call.module.bias is not None:
+    found: dict[str, Contribution] = {"weight": Products(g, x, (layer.out_features, layer.in_features))}
+    if layer.bias is not None:
         found["bias"] = Dense(g.sum(1))
     return found
