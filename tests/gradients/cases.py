@@ -34,7 +34,9 @@ class SelfAttention(nn.Module):
     def __init__(self, batch_first: bool, mask: bool = False) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
-        self.mask = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1) if mask else None
+        self.register_buffer(
+            "mask", torch.triu(torch.ones(5, 5, dtype=torch.bool), 1) if mask else None, persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:  # [B, T, 8]
         y = x if self.attention.batch_first else x.transpose(0, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tptopk.gradients.contributions import Contribution, Dense
@@ -59,11 +60,11 @@ def gradients_alone(
 
 @contextmanager
 def _plain_kernels() -> Iterator[None]:
-    """Fused recurrent kernels have no batching rule; the plain ones do."""
+    """Fused recurrent and attention kernels have no batching rule, or a wrong one; the plain ones do."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with torch.backends.cudnn.flags(enabled=False):
+        with torch.backends.cudnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch._C._set_mkldnn_enabled(enabled)
