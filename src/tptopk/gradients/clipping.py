@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from tptopk.gradients.contributions import Contribution
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, per_example
 from tptopk.gradients.reference import reference_clipped_sum
 from tptopk.gradients.vmap import vmap_contributions
+from tptopk.privacy.plan import SMALLEST_CLIP_NORM
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 from tptopk.supports.support import Support, trainable
 
@@ -63,7 +65,7 @@ def clipped_sum(
     `engine` is ``capture`` (rules per layer; refuses what it cannot do right), ``vmap`` (any model that torch.func
     can batch) or ``reference`` (one example at a time). `probe.choose_engine` finds the fastest that is right.
     """
-    check_number("clip_norm", clip_norm, above=0)
+    check_number("clip_norm", clip_norm, least=SMALLEST_CLIP_NORM)
     if engine not in ENGINES:
         raise Refusal(f"unknown engine {engine!r}{nearest(str(engine), ENGINES)}")
     losses = per_example(loss)
@@ -98,12 +100,25 @@ def _clip(
     active = {name: c for name, c in contributions.items() if support.sizes[name]}
     for name, contribution in active.items():
         if not support.covers(name):
-            contribution.restrict(support[name])
+            contribution.restrict(support, name)
     values = dict(zero_sum(model, clip_norm).values)
     if active:
         norms = torch.stack([c.squared_norms() for c in active.values()]).sum(0).sqrt()  # [B]
         finite = torch.isfinite(norms)
         weights = torch.where(finite, (clip_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
-        for name, contribution in active.items():
-            values[name] = contribution.weighted_sum(weights.float())
+        left_out = None if bool(finite.all()) else ~finite
+        with _full_float32():
+            for name, contribution in active.items():
+                values[name] = contribution.weighted_sum(weights.float(), left_out)
     return ClippedSum(values, clip_norm)
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """Matrix products that do not round their inputs (tf32): norms were taken of unrounded gradients."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)

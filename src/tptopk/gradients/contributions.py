@@ -1,7 +1,7 @@
 """Per-example gradients of one parameter, in the form that costs least to clip.
 
-Life of a contribution: `restrict` to the support, `squared_norms`, then `weighted_sum` with the clip factors.
-Values that are not finite are replaced by selection before they are weighted: 0 × NaN would be NaN.
+Life of a contribution: `restrict` to the support, `squared_norms`, then `weighted_sum` with the clip factors. An
+example whose gradient is not finite gets the factor 0 and is left out by selection: 0 × NaN would be NaN.
 """
 
 from __future__ import annotations
@@ -11,47 +11,68 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tptopk.supports.support import Support
+
+CHUNK = 4096  # coordinates added up in float32 before float64 takes over
+
 
 class Contribution(Protocol):
-    def restrict(self, mask: Tensor) -> None:
-        """Set inactive coordinates to zero, by selection."""
+    def restrict(self, support: Support, name: str) -> None:
+        """Leave out the inactive coordinates of parameter `name`, by selection."""
 
     def squared_norms(self) -> Tensor:
         """[B] in float64; not finite where an example's gradient is not."""
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        """Σ_b weights[b] · gradient[b], where an example of weight 0 contributes nothing whatever it holds."""
+    def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        """Σ_b weights[b] · gradient[b]; `left_out` [B] marks examples that must not count whatever they hold."""
 
     def dense(self) -> Tensor:
         """[B, *shape]"""
 
 
 def squared_norms_of(values: Tensor) -> Tensor:
-    """[B] squared norms of [B, …], added up in float64: float32 sums over 40 million coordinates come out 2% short."""
-    norms: Tensor = torch.linalg.vector_norm(values.reshape(len(values), -1), dim=1, dtype=torch.float64)
-    return norms.square()
+    """[B] squared norms of [B, …]: float32 within a chunk, float64 across chunks.
+
+    Float32 sums over 40 million coordinates come out 2% short, and a norm that is too small breaks the clip.
+    """
+    flat = values.reshape(len(values), -1)
+    whole = flat.shape[1] // CHUNK * CHUNK
+    rest: Tensor = torch.linalg.vector_norm(flat[:, whole:], dim=1).double().square()
+    if not whole:
+        return rest
+    chunks: Tensor = torch.linalg.vector_norm(flat[:, :whole].reshape(len(flat), -1, CHUNK), dim=2)
+    return chunks.double().square().sum(1) + rest
 
 
 class Dense:
-    """Gradients written out: [B, *shape], owned and changed in place."""
+    """Gradients written out, [B, *shape]; once restricted, only their active coordinates, [B, k]."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.float()
+        self.shape = values.shape[1:]
+        self.active: Tensor | None = None  # flat indices of the coordinates kept
 
-    def restrict(self, mask: Tensor) -> None:
-        self.values.masked_fill_(~mask, 0.0)
+    def restrict(self, support: Support, name: str) -> None:
+        self.active = support.indices(name)
+        self.values = self.values.reshape(len(self.values), -1).index_select(1, self.active)
 
     def squared_norms(self) -> Tensor:
         return squared_norms_of(self.values)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        values = self.values.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).reshape(len(weights), -1)  # [B, p]
-        # On CUDA without a matrix product, which may be set to round its inputs (tf32) after the norms were taken.
-        total = (values * weights[:, None]).sum(0) if values.is_cuda else weights @ values
-        return total.view(self.values.shape[1:])
+    def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        values = self.values.reshape(len(weights), -1)  # [B, k]
+        if left_out is not None:
+            values = values.masked_fill(left_out[:, None], 0.0)
+        total = weights @ values
+        if self.active is None:
+            return total.view(self.shape)
+        return total.new_zeros(self.shape.numel()).index_copy_(0, self.active, total).view(self.shape)
 
     def dense(self) -> Tensor:
-        return self.values
+        if self.active is None:
+            return self.values
+        flat = self.values.new_zeros(len(self.values), self.shape.numel()).index_copy_(1, self.active, self.values)
+        return flat.view(-1, *self.shape)
 
 
 class Products:
@@ -59,13 +80,13 @@ class Products:
 
     Three exact ways to their norms, chosen by cost (p × d the matrix, T positions, M the mask):
 
-    ============  ==========================================  =======================================  =============
-    way           when                                        ‖·‖²                                     operations
-    ============  ==========================================  =======================================  =============
-    closed form   one position                                Σ_ij g_i² M_ij x_j²                      2pd an example
+    ============  ==========================================  =======================================  ===============
+    way           when                                        ‖·‖²                                     an example costs
+    ============  ==========================================  =======================================  ===============
+    closed form   one position                                Σ_ij g_i² M_ij x_j²                      2pd (dense p + d)
     ghost         M full or rows × columns, few positions     Σ_ts ⟨g_t, g_s⟩⟨x_t, x_s⟩                2T²(p + d)
     written out   otherwise                                   of the [p, d] gradient, kept for reuse   2Tpd
-    ============  ==========================================  =======================================  =============
+    ============  ==========================================  =======================================  ===============
 
     Without a gradient written out, the clipped sum is one matrix product over all examples and positions. Ghost
     products are added up in float64: they cancel, and in float32 a norm could come out too small.
@@ -74,17 +95,19 @@ class Products:
     def __init__(self, gradients: Tensor, inputs: Tensor, shape: tuple[int, ...]) -> None:
         """`gradients` [B, T, p], `inputs` [B, T, d]; `shape` is the parameter's own."""
         self.g, self.x, self.shape = gradients.float(), inputs.float(), shape
-        self.mask: Tensor | None = None
+        self.mask: Tensor | None = None  # [p, d]; None where all of what is left is active
         self.written: Dense | None = None
+        self._support: tuple[Support, str] | None = None
 
-    def restrict(self, mask: Tensor) -> None:
-        mask = mask.reshape(self.g.shape[2], self.x.shape[2])
-        rows, columns = mask.any(1), mask.any(0)
-        if not rows.all():
+    def restrict(self, support: Support, name: str) -> None:
+        rows, columns, is_product = support.rows_and_columns(name)
+        if rows is not None:
             self.g = self.g.masked_fill(~rows, 0.0)  # by selection: what is not finite there must not matter
-        if not columns.all():
+        if columns is not None:
             self.x = self.x.masked_fill(~columns, 0.0)
-        self.mask = None if bool((mask == torch.outer(rows, columns)).all()) else mask
+        if not is_product:
+            self.mask = support[name].view(self.g.shape[2], self.x.shape[2])
+            self._support = support, name
 
     @property
     def way(self) -> str:
@@ -98,30 +121,31 @@ class Products:
             g, x = self.g.double(), self.x.double()
             return ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2)).clamp(min=0.0)
         if self.way == "written out":
-            self.written = Dense(self.dense())
+            self.written = Dense(self._outer())
+            if self._support is not None:
+                self.written.restrict(*self._support)
             return self.written.squared_norms()
         g, x = self.g[:, 0], self.x[:, 0]  # [B, p], [B, d]
+        if self.mask is None:
+            return squared_norms_of(g) * squared_norms_of(x)
         g_scale, x_scale = (v.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) for v in (g, x))
-        g, x = (g / g_scale).square(), (x / x_scale).square()  # in [0, 1]: no square is lost to underflow
-        total = (
-            g.double().sum(1) * x.double().sum(1)
-            if self.mask is None
-            else ((g @ self.mask.float()) * x).double().sum(1)
-        )
-        return total * (g_scale.double() * x_scale.double()).square()[:, 0]
+        products = ((g / g_scale).square() @ self.mask.float()) * (x / x_scale).square()  # [B, d], no square underflows
+        return products.double().sum(1) * (g_scale.double() * x_scale.double()).square()[:, 0]
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
+    def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
         if self.written is not None:
-            return self.written.weighted_sum(weights).view(self.shape)
-        counted = (weights > 0)[:, None, None]
-        g = torch.where(counted, self.g * weights[:, None, None], 0.0).flatten(0, 1)
-        x = torch.where(counted, self.x, 0.0).flatten(0, 1)
-        total = g.T @ x
-        return (total if self.mask is None else total.masked_fill(~self.mask, 0.0)).view(self.shape)
+            return self.written.weighted_sum(weights, left_out).view(self.shape)
+        g, x = self.g * weights[:, None, None], self.x
+        if left_out is not None:
+            g, x = (v.masked_fill(left_out[:, None, None], 0.0) for v in (g, x))
+        total = g.flatten(0, 1).T @ x.flatten(0, 1)
+        return (total if self.mask is None else total * self.mask).view(self.shape)
+
+    def _outer(self) -> Tensor:
+        return torch.bmm(self.g.transpose(1, 2), self.x)  # [B, p, d]
 
     def dense(self) -> Tensor:
-        values = torch.bmm(self.g.transpose(1, 2), self.x)
-        values = values if self.mask is None else values.masked_fill_(~self.mask, 0.0)
+        values = self._outer() if self.mask is None else self._outer().masked_fill_(~self.mask, 0.0)
         return values.view(len(values), *self.shape)
 
 
@@ -135,15 +159,17 @@ class Rows:
         self.values = values.new_zeros(len(pairs), values.shape[1]).index_add_(0, position, values)  # [n, D]
         self.batch, self.rows = batch, rows
 
-    def restrict(self, mask: Tensor) -> None:
-        self.values = self.values.masked_fill(~mask[self.row], 0.0)
+    def restrict(self, support: Support, name: str) -> None:
+        self.values = self.values.masked_fill(~support[name][self.row], 0.0)
 
     def squared_norms(self) -> Tensor:
         squares = squared_norms_of(self.values)
         return squares.new_zeros(self.batch).index_add_(0, self.example, squares)
 
-    def weighted_sum(self, weights: Tensor) -> Tensor:
-        values = self.values.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) * weights[self.example, None]
+    def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        values = self.values * weights[self.example, None]
+        if left_out is not None:
+            values = values.masked_fill(left_out[self.example, None], 0.0)
         return values.new_zeros(self.rows, values.shape[1]).index_add_(0, self.row, values)
 
     def dense(self) -> Tensor:

@@ -20,6 +20,7 @@ from tptopk.privacy.methods import Method, method_named
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
 
 ADJACENCY = "zero-out"
+SMALLEST_CLIP_NORM = 1e-8  # far above where float32 squares of coordinates vanish from a norm
 
 
 class PrivacyWarning(UserWarning):
@@ -42,7 +43,7 @@ class Phase:
         ordinary = self.noise_multiplier == 0 and math.isinf(self.clip_norm)  # the non-private method's phase
         if not ordinary:
             check_number("noise_multiplier", self.noise_multiplier, above=0)
-            check_number("clip_norm", self.clip_norm, above=0)
+            check_number("clip_norm", self.clip_norm, least=SMALLEST_CLIP_NORM)
 
     @property
     def segment(self) -> Segment:
@@ -216,7 +217,7 @@ class Plan:
         if len(clips) != len(counts):
             raise Refusal(f"clip_norm has {len(clips)} values; {method} has {len(counts)} phase(s)")
         for clip in clips:
-            check_number("clip_norm", clip, above=0)
+            check_number("clip_norm", clip, least=SMALLEST_CLIP_NORM)
         names = ["warm-up", "sparse"] if spec.warmup else ["training"]
         started = time.monotonic()
         sigmas = _calibrated_noise(

@@ -26,6 +26,8 @@ class Support:
             if mask.dtype != torch.bool:
                 raise TypeError(f"the mask of {name} is {mask.dtype}; a support holds booleans")
         self.masks = dict(masks)
+        self._indices: dict[str, Tensor] = {}
+        self._crossings: dict[str, tuple[Tensor | None, Tensor | None, bool]] = {}
         counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
         self.sizes: dict[str, int] = dict(zip(masks, counts, strict=True))
         self.size: int = sum(counts)  # k
@@ -51,6 +53,25 @@ class Support:
 
     def __getitem__(self, name: str) -> Tensor:
         return self.masks[name]
+
+    def indices(self, name: str) -> Tensor:
+        """The active coordinates of a parameter as flat indices, in order; worked out once."""
+        if name not in self._indices:
+            self._indices[name] = torch.nonzero(self.masks[name].reshape(-1))[:, 0]
+        return self._indices[name]
+
+    def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
+        """Which rows and columns of a weight [out, …] hold active coordinates (None: all), and whether all they cross are active."""
+        if name not in self._crossings:
+            mask = self.masks[name].reshape(len(self.masks[name]), -1)
+            rows, columns = mask.any(1), mask.any(0)
+            is_product = bool((mask == torch.outer(rows, columns)).all())
+            self._crossings[name] = (
+                None if bool(rows.all()) else rows,
+                None if bool(columns.all()) else columns,
+                is_product,
+            )
+        return self._crossings[name]
 
     def keep(self, name: str, values: Tensor) -> Tensor:
         """`values` with inactive coordinates set to zero, by selection: 0 × NaN would be NaN. Leading axes broadcast."""

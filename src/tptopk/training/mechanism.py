@@ -75,8 +75,9 @@ class Mechanism:
             if support.covers(name):
                 values[name] = (value + noise.view(value.shape)) / divisor
             else:
-                mask = support[name]
-                values[name] = torch.zeros_like(value).masked_scatter_(mask, (value[mask] + noise) / divisor)
+                places = support.indices(name)
+                active_values = (value.reshape(-1).index_select(0, places) + noise) / divisor
+                values[name] = torch.zeros_like(value).view(-1).index_copy_(0, places, active_values).view(value.shape)
         return PrivateGradient(values, self._plan.noise_std(numbers), phase, step)
 
 
