@@ -6,6 +6,7 @@ example whose gradient is not finite gets the factor 0 and is left out by select
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -92,26 +93,34 @@ class Products:
     products are added up in float64: they cancel, and in float32 a norm could come out too small.
     """
 
-    def __init__(self, gradients: Tensor, inputs: Tensor, shape: tuple[int, ...]) -> None:
-        """`gradients` [B, T, p], `inputs` [B, T, d]; `shape` is the parameter's own."""
-        self.g, self.x, self.shape = gradients.float(), inputs.float(), shape
+    def __init__(self, gradients: Tensor, inputs: Tensor | Callable[[], Tensor], shape: tuple[int, ...]) -> None:
+        """`gradients` [B, T, p], `inputs` [B, T, d] or a function that makes them; `shape` is the parameter's own.
+
+        Inputs that are made (a convolution's windows, many times its input) live only while they are used.
+        """
+        self.g, self._inputs, self.shape = gradients.float(), inputs, torch.Size(shape)
         self.mask: Tensor | None = None  # [p, d]; None where all of what is left is active
         self.written: Dense | None = None
+        self._columns: Tensor | None = None
         self._support: tuple[Support, str] | None = None
 
+    @property
+    def x(self) -> Tensor:
+        """[B, T, d], zero in columns that hold no active coordinate."""
+        x = self._inputs().float() if callable(self._inputs) else self._inputs.float()
+        return x if self._columns is None else x.masked_fill(~self._columns, 0.0)
+
     def restrict(self, support: Support, name: str) -> None:
-        rows, columns, is_product = support.rows_and_columns(name)
+        rows, self._columns, is_product = support.rows_and_columns(name)
         if rows is not None:
             self.g = self.g.masked_fill(~rows, 0.0)  # by selection: what is not finite there must not matter
-        if columns is not None:
-            self.x = self.x.masked_fill(~columns, 0.0)
         if not is_product:
-            self.mask = support[name].view(self.g.shape[2], self.x.shape[2])
+            self.mask = support[name].reshape(self.g.shape[2], -1)
             self._support = support, name
 
     @property
     def way(self) -> str:
-        positions, p, d = self.g.shape[1], self.g.shape[2], self.x.shape[2]
+        positions, p, d = self.g.shape[1], self.g.shape[2], self.shape[1:].numel()
         if positions == 1:
             return "closed form"
         return "ghost" if self.mask is None and 2 * positions * (p + d) <= p * d else "written out"
@@ -124,6 +133,7 @@ class Products:
             self.written = Dense(self._outer())
             if self._support is not None:
                 self.written.restrict(*self._support)
+            self.g = self.g[:, :0]  # no longer needed
             return self.written.squared_norms()
         g, x = self.g[:, 0], self.x[:, 0]  # [B, p], [B, d]
         if self.mask is None:

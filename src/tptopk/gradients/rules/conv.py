@@ -24,15 +24,20 @@ def convolution(call: Call) -> dict[str, Contribution]:
     if g is None:
         return {}
     layer = cast(Convolution, call.module)
-    view = windows(padded(call.input, layer), layer, g.shape[2:])  # [B, C_in, *κ, *S]
     batch, groups = g.shape[0], layer.groups
-    view = view.reshape(batch, groups, -1, g[0, 0].numel())  # [B, G, C_in/G·κ, S]
-    g = g.reshape(batch, groups, -1, view.shape[-1])  # [B, G, C_out/G, S]
+    positions = g.shape[2:]
+
+    def view() -> Tensor:  # made when it is needed: it repeats every input once for each element of the kernel
+        return windows(padded(call.input, layer), layer, positions).reshape(batch, groups, -1, positions.numel())
+
+    g = g.reshape(batch, groups, -1, positions.numel())  # [B, G, C_out/G, S]
     found: dict[str, Contribution] = {}
     if groups == 1:
-        found["weight"] = Products(g[:, 0].transpose(1, 2), view[:, 0].transpose(1, 2), tuple(layer.weight.shape))
+        found["weight"] = Products(
+            g[:, 0].transpose(1, 2), lambda: view()[:, 0].transpose(1, 2), tuple(layer.weight.shape)
+        )
     else:
-        found["weight"] = Dense(torch.matmul(g, view.transpose(2, 3)).view(batch, *layer.weight.shape))
+        found["weight"] = Dense(torch.matmul(g, view().transpose(2, 3)).view(batch, *layer.weight.shape))
     if layer.bias is not None:
         found["bias"] = Dense(g.sum(3).view(batch, -1))
     return found
@@ -44,7 +49,7 @@ def padded(x: Tensor, layer: Convolution) -> Tensor:
     return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
 
 
-def windows(x: Tensor, layer: Convolution, positions: tuple[int, ...]) -> Tensor:
+def windows(x: Tensor, layer: Convolution, positions: torch.Size) -> Tensor:
     """[B, C, *kernel, *positions]: a view of x [B, C, *space] that repeats elements instead of copying them."""
     steps = x.stride()[2:]
     sizes = (*x.shape[:2], *layer.kernel_size, *positions)
