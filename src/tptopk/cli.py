@@ -19,11 +19,21 @@ from torch.nn import functional as F
 from tptopk import __version__
 from tptopk.data.digits import digits
 from tptopk.data.files import findings, read_inputs
+from tptopk.experiments import bench as measurements
 from tptopk.privacy.methods import METHODS, method_named
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count
 from tptopk.report.plots import comparison_figure
-from tptopk.report.terminal import TrainingProgress, comparison, plan_values, print_comparison, print_plan, print_run
+from tptopk.report.terminal import (
+    TrainingProgress,
+    comparison,
+    plan_values,
+    print_bench,
+    print_comparison,
+    print_plan,
+    print_run,
+    print_ways,
+)
 from tptopk.settings import BUILT_IN_MODEL, Settings, build, seed_everything
 from tptopk.supports.support import Support
 from tptopk.training.run import Run, load
@@ -179,6 +189,27 @@ def predict(
             probability, predicted = trained.model(inputs[start : start + 1000]).softmax(1).max(1)
             for row, (c, p) in enumerate(zip(predicted.tolist(), probability.tolist(), strict=True), start):
                 print(f"{row},{c},{p:.4f}")
+
+
+@app.command()
+def bench(
+    models: Annotated[str, typer.Option(help="mlp, cnn, wrn, vit, text; separated by commas")] = "mlp,cnn",
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="steps of each way, taking turns")] = 10,
+    peers: Annotated[bool, typer.Option(help="measure vmap and Opacus too")] = True,
+    explain: Annotated[bool, typer.Option(help="print how each parameter is clipped, and measure nothing")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Time a private step beside an ordinary one and the peers', in one process, taking turns."""
+    check_count("rounds", rounds)
+    names = [name.strip() for name in models.split(",")]
+    if explain:
+        rows = {name: measurements.explain(name, device) for name in names}
+        print(json.dumps(rows)) if json_ else print_ways(rows, Console())
+        return
+    measured = [row for name in names for row in measurements.measure(name, device, rounds, peers)]
+    values = {"machine": measurements.machine(device), "rounds": rounds, "rows": measurements.as_rows(measured)}
+    print(json.dumps(values)) if json_ else print_bench(values, Console())
 
 
 @app.command()

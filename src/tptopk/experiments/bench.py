@@ -6,6 +6,7 @@ A step is all of it: drawing the records, gathering them, gradients, clipping, n
 from __future__ import annotations
 
 import copy
+import platform
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.optim import SGD
 
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.contributions import Products
+from tptopk.gradients.contributions import Products, Rows
 from tptopk.models import networks
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Phase, Plan
@@ -83,6 +84,8 @@ def measure(name: str, device: str, rounds: int, peers: bool) -> list[Measured]:
     if name not in SUBJECTS:
         raise Refusal(f"unknown benchmark model {name!r}{nearest(name, SUBJECTS)}")
     place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise Refusal("there is no CUDA device on this machine; use --device cpu")
     subject = SUBJECTS[name]
     torch.manual_seed(0)
     model = subject.build().to(place).train()
@@ -187,6 +190,7 @@ def _opacus(model: nn.Module, drawn: Callable[[], tuple[Tensor, Tensor]], batch:
     def step() -> None:
         x, y = drawn()
         optimizer.zero_grad()
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
         F.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
@@ -211,7 +215,11 @@ def explain(name: str, device: str) -> list[dict[str, Any]]:
                 if restricted:
                     contribution.restrict(sparse, parameter)
                 ways.append(
-                    contribution.way if isinstance(contribution, Products) else type(contribution).__name__.lower()
+                    contribution.way
+                    if isinstance(contribution, Products)
+                    else "touched rows"
+                    if isinstance(contribution, Rows)
+                    else "written out"
                 )
             rows.append({"parameter": parameter, "dense": ways[0], "sparse": ways[1]})
     return rows
@@ -219,3 +227,18 @@ def explain(name: str, device: str) -> list[dict[str, Any]]:
 
 def as_rows(measured: list[Measured]) -> list[dict[str, Any]]:
     return [asdict(m) for m in measured]
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures were measured on."""
+    name = (
+        torch.cuda.get_device_name()
+        if torch.device(device).type == "cuda"
+        else platform.processor() or platform.machine()
+    )
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.contributions import Contribution
+from tptopk.gradients.contributions import Contribution, float32_matmul
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, per_example
 from tptopk.gradients.reference import reference_clipped_sum
 from tptopk.gradients.vmap import vmap_contributions
@@ -101,24 +100,16 @@ def _clip(
     for name, contribution in active.items():
         if not support.covers(name):
             contribution.restrict(support, name)
-    values = dict(zero_sum(model, clip_norm).values)
+    values: dict[str, Tensor] = {}
     if active:
-        norms = torch.stack([c.squared_norms() for c in active.values()]).sum(0).sqrt()  # [B]
+        with float32_matmul("highest"):
+            norms = torch.stack([c.squared_norms() for c in active.values()]).sum(0).sqrt()  # [B]
         finite = torch.isfinite(norms)
         weights = torch.where(finite, (clip_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
         left_out = None if bool(finite.all()) else ~finite
-        with _full_float32():
-            for name, contribution in active.items():
-                values[name] = contribution.weighted_sum(weights.float(), left_out)
+        with float32_matmul("highest"):  # norms were taken of gradients as they are, so no input may be rounded now
+            values = {name: c.weighted_sum(weights.float(), left_out) for name, c in active.items()}
+    for name, p in trainable(model).items():
+        if name not in values:
+            values[name] = torch.zeros_like(p, dtype=torch.float32)
     return ClippedSum(values, clip_norm)
-
-
-@contextmanager
-def _full_float32() -> Iterator[None]:
-    """Matrix products that do not round their inputs (tf32): norms were taken of unrounded gradients."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)

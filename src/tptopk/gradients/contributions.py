@@ -6,7 +6,8 @@ example whose gradient is not finite gets the factor 0 and is left out by select
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -29,6 +30,17 @@ class Contribution(Protocol):
 
     def dense(self) -> Tensor:
         """[B, *shape]"""
+
+
+@contextmanager
+def float32_matmul(precision: str) -> Iterator[None]:
+    """Matrix products at `highest` (inputs as they are) or `high` (inputs may be rounded to tf32 on a GPU)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def squared_norms_of(values: Tensor) -> Tensor:
@@ -99,24 +111,30 @@ class Products:
         Inputs that are made (a convolution's windows, many times its input) live only while they are used.
         """
         self.g, self._inputs, self.shape = gradients.float(), inputs, torch.Size(shape)
-        self.mask: Tensor | None = None  # [p, d]; None where all of what is left is active
+        self.mask: Tensor | None = None  # [p, d] of ones and zeros; None where all of what is left is active
         self.written: Dense | None = None
+        self._rows: Tensor | None = None
         self._columns: Tensor | None = None
         self._support: tuple[Support, str] | None = None
 
-    @property
-    def x(self) -> Tensor:
-        """[B, T, d], zero in columns that hold no active coordinate."""
-        x = self._inputs().float() if callable(self._inputs) else self._inputs.float()
-        return x if self._columns is None else x.masked_fill(~self._columns, 0.0)
+    def _raw(self) -> Tensor:
+        return self._inputs().float() if callable(self._inputs) else self._inputs.float()
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """g [B, T, p] and x [B, T, d], zero in rows and columns without an active coordinate.
+
+        By selection: what is not finite there must not matter. Gradients that are written out need none of it,
+        because their active coordinates are picked one by one.
+        """
+        g, x = self.g, self._raw()
+        g = g if self._rows is None else g.masked_fill(~self._rows, 0.0)
+        return g, x if self._columns is None else x.masked_fill(~self._columns, 0.0)
 
     def restrict(self, support: Support, name: str) -> None:
-        rows, self._columns, is_product = support.rows_and_columns(name)
-        if rows is not None:
-            self.g = self.g.masked_fill(~rows, 0.0)  # by selection: what is not finite there must not matter
+        self._rows, self._columns, is_product = support.rows_and_columns(name)
+        self._support = support, name
         if not is_product:
-            self.mask = support[name].reshape(self.g.shape[2], -1)
-            self._support = support, name
+            self.mask = support.as_numbers(name)
 
     @property
     def way(self) -> str:
@@ -127,7 +145,7 @@ class Products:
 
     def squared_norms(self) -> Tensor:
         if self.way == "ghost":
-            g, x = self.g.double(), self.x.double()
+            g, x = (factor.double() for factor in self._factors())
             return ((g @ g.transpose(1, 2)) * (x @ x.transpose(1, 2))).sum((1, 2)).clamp(min=0.0)
         if self.way == "written out":
             self.written = Dense(self._outer())
@@ -135,28 +153,32 @@ class Products:
                 self.written.restrict(*self._support)
             self.g = self.g[:, :0]  # no longer needed
             return self.written.squared_norms()
-        g, x = self.g[:, 0], self.x[:, 0]  # [B, p], [B, d]
+        g, x = (factor[:, 0] for factor in self._factors())  # [B, p], [B, d]
         if self.mask is None:
             return squared_norms_of(g) * squared_norms_of(x)
         g_scale, x_scale = (v.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) for v in (g, x))
-        products = ((g / g_scale).square() @ self.mask.float()) * (x / x_scale).square()  # [B, d], no square underflows
+        products = ((g / g_scale).square() @ self.mask) * (x / x_scale).square()  # [B, d], no square underflows
         return products.double().sum(1) * (g_scale.double() * x_scale.double()).square()[:, 0]
 
     def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
         if self.written is not None:
             return self.written.weighted_sum(weights, left_out).view(self.shape)
-        g, x = self.g * weights[:, None, None], self.x
+        g, x = self._factors()
+        g = g * weights[:, None, None]
         if left_out is not None:
             g, x = (v.masked_fill(left_out[:, None, None], 0.0) for v in (g, x))
         total = g.flatten(0, 1).T @ x.flatten(0, 1)
-        return (total if self.mask is None else total * self.mask).view(self.shape)
+        return (total if self.mask is None else total.mul_(self.mask)).view(self.shape)
 
     def _outer(self) -> Tensor:
-        return torch.bmm(self.g.transpose(1, 2), self.x)  # [B, p, d]
+        """[B, p, d]. A convolution's may round as cuDNN's own would (tf32): it is clipped as it comes out."""
+        as_cudnn = callable(self._inputs) and self.g.is_cuda and torch.backends.cudnn.allow_tf32
+        with float32_matmul("high" if as_cudnn else torch.get_float32_matmul_precision()):
+            return torch.bmm(self.g.transpose(1, 2), self._raw())
 
     def dense(self) -> Tensor:
-        values = self._outer() if self.mask is None else self._outer().masked_fill_(~self.mask, 0.0)
-        return values.view(len(values), *self.shape)
+        values = self._outer().view(len(self.g), *self.shape)
+        return values if self._support is None else self._support[0].keep(self._support[1], values)
 
 
 class Rows:

@@ -199,3 +199,34 @@ def print_comparison(rows: Sequence[Mapping[str, Any]], console: Console) -> Non
             f"{row['seconds']:.1f}",
         )
     console.print(table)
+
+
+def print_bench(values: Mapping[str, Any], console: Console) -> None:
+    console.print(", ".join(f"{key} {value}" for key, value in values["machine"].items()))
+    table = Table()
+    for column in ("model", "step", "batch", "ms", "× ordinary", "peak MiB", "× ordinary"):
+        table.add_column(column, justify="left" if column in ("model", "step") else "right")
+    last = None
+    for row in values["rows"]:
+        if last not in (None, row["model"]):
+            table.add_section()
+        last = row["model"]
+        memory = (
+            ["–", "–"]
+            if row["peak_bytes"] is None
+            else [f"{row['peak_bytes'] / 2**20:.0f}", f"{row['peak_ratio']:.2f}"]
+        )
+        table.add_row(
+            row["model"], row["way"], str(row["batch"]), f"{row['milliseconds']:.2f}", f"{row['ratio']:.2f}", *memory
+        )
+    console.print(table)
+
+
+def print_ways(rows: Mapping[str, Sequence[Mapping[str, str]]], console: Console) -> None:
+    for model, parameters in rows.items():
+        table = Table(title=f"{model}: how each parameter's gradients are clipped", title_justify="left")
+        for column in ("parameter", "dense", "at ρ = 0.1, random"):
+            table.add_column(column)
+        for row in parameters:
+            table.add_row(row["parameter"], row["dense"], row["sparse"])
+        console.print(table)

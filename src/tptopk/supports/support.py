@@ -27,6 +27,7 @@ class Support:
                 raise TypeError(f"the mask of {name} is {mask.dtype}; a support holds booleans")
         self.masks = dict(masks)
         self._indices: dict[str, Tensor] = {}
+        self._numbers: dict[str, Tensor] = {}
         self._crossings: dict[str, tuple[Tensor | None, Tensor | None, bool]] = {}
         counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
         self.sizes: dict[str, int] = dict(zip(masks, counts, strict=True))
@@ -59,6 +60,12 @@ class Support:
         if name not in self._indices:
             self._indices[name] = torch.nonzero(self.masks[name].reshape(-1))[:, 0]
         return self._indices[name]
+
+    def as_numbers(self, name: str) -> Tensor:
+        """The mask of a weight [out, …] as a float32 matrix of ones and zeros; made once."""
+        if name not in self._numbers:
+            self._numbers[name] = self.masks[name].reshape(len(self.masks[name]), -1).float()
+        return self._numbers[name]
 
     def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
         """Which rows and columns of a weight [out, …] hold active coordinates (None: all), and whether all they cross are active."""

@@ -50,15 +50,16 @@ class Mechanism:
         """One charged release for the step's records, given in physical batches of any sizes."""
         numbers = self._plan.phases[phase]
         self._ledger.charge(phase, step, support.size)
-        total = zero_sum(self._model, numbers.clip_norm)
+        total = None
         untouched = _versions(self._model)
         for batch in batches:
-            total = total + clipped_sum(self._model, self._loss, batch, support, numbers.clip_norm, engine=self._engine)
+            part = clipped_sum(self._model, self._loss, batch, support, numbers.clip_norm, engine=self._engine)
+            total = part if total is None else total + part
         if _versions(self._model) != untouched:
             raise RuntimeError(
                 "a tensor of the model was changed while gradients were computed, which would carry data past the mechanism; nothing was released"
             )
-        return self._release(total, support, phase, step)
+        return self._release(total or zero_sum(self._model, numbers.clip_norm), support, phase, step)
 
     @torch.no_grad()
     def _release(self, total: ClippedSum, support: Support, phase: int, step: int) -> PrivateGradient:
@@ -71,13 +72,13 @@ class Mechanism:
             if not active:
                 values[name] = torch.zeros_like(value)
                 continue
-            noise = self._streams.normal(active, value.device, "noise", phase, step, name) * noise_std
+            noise = self._streams.normal(active, value.device, "noise", phase, step, name).mul_(noise_std)
             if support.covers(name):
-                values[name] = (value + noise.view(value.shape)) / divisor
+                values[name] = noise.view(value.shape).add_(value).div_(divisor)
             else:
                 places = support.indices(name)
-                active_values = (value.reshape(-1).index_select(0, places) + noise) / divisor
-                values[name] = torch.zeros_like(value).view(-1).index_copy_(0, places, active_values).view(value.shape)
+                noise.add_(value.reshape(-1).index_select(0, places)).div_(divisor)
+                values[name] = torch.zeros_like(value).view(-1).index_copy_(0, places, noise).view(value.shape)
         return PrivateGradient(values, self._plan.noise_std(numbers), phase, step)
 
 
