@@ -25,6 +25,9 @@ def build():
 
 def broken():
     return 3
+
+def needy(width):
+    return nn.Linear(width, 3)
 """
 
 
@@ -182,6 +185,7 @@ def test_a_config_file_says_the_same_words(tptopk, own):
         (["train", "--model", "nowhere:build"], "No module named 'nowhere'"),
         (["train", "--model", "mynet:nothing"], "has no attribute 'nothing'"),
         (["train", "--model", "mynet:broken"], "not a torch.nn.Module"),
+        (["train", "--model", "mynet:needy"], "needs no arguments"),
         (["train", "--config", "nowhere.toml"], "cannot read nowhere.toml"),
         (["train", "--config", "mynet.py"], "not a TOML file"),
         (["train", "--config", "typo.toml"], "did you mean 'epsilon'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -48,7 +49,10 @@ class Settings:
     momentum: float = option(0.9, "momentum of sgd")
     weight_decay: float = option(0.0, "weight decay")
     ema: float | None = option(None, "decay of a moving average of the weights, such as 0.99")
-    data: str | None = option(None, "a .npz file with x_train, y_train[, x_test, y_test]; embedded digits if not given")
+    data: str | None = option(
+        None,
+        "a .npz file with x_train, y_train[, x_test, y_test]; embedded digits if not given; the command line trains classifiers, by cross-entropy",
+    )
     dataset_size: int | None = option(None, "number of training records, which you declare public; needed with --data")
     model: str = option(BUILT_IN_MODEL, "package.module:factory of a function that returns the model")
     micro_batch_size: int | None = option(None, "records in memory at once")
@@ -120,7 +124,10 @@ def read_config(path: str) -> dict[str, Any]:
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in types:
-            raise Refusal(f"{path}: unknown setting {key!r}{nearest(name, types)}")
+            known = [name.replace("_", "-") for name in types]
+            raise Refusal(
+                f"{path}: unknown setting {key!r}{nearest(key.replace('_', '-'), known)} (settings stand at the top level, without sections)"
+            )
         wanted = types[name].split(" | ")[0]
         if wanted == "float" and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
@@ -138,11 +145,19 @@ def build(reference: str) -> nn.Module:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        model = getattr(importlib.import_module(module_name), function)()
+        factory = getattr(importlib.import_module(module_name), function)
     except ModuleNotFoundError as error:
         raise Refusal(f"model {reference!r}: {error}; is it in this folder or installed?") from error
     except AttributeError as error:
         raise Refusal(f"model {reference!r}: {error}") from error
+    try:
+        if not callable(factory) or inspect.signature(factory).bind() is None:
+            raise TypeError
+    except TypeError as error:
+        raise Refusal(
+            f"model {reference!r} must be a function that needs no arguments and returns the network"
+        ) from error
+    model = factory()
     if not isinstance(model, nn.Module):
         raise Refusal(f"model {reference!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model

@@ -256,6 +256,91 @@ class WithState(nn.Linear):
         return None
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_train_as_the_reference_does(kind):
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.layer, self.head = nn.Embedding(9, 4), kind(4, 5, batch_first=True), nn.Linear(5, 3)
+
+        def forward(self, ids):
+            return self.head(self.layer(self.words(ids))[0][:, -1])
+
+    ids = torch.randint(0, 9, (SIZE, 6), generator=torch.Generator().manual_seed(0))
+    few = plan(steps=4, epochs=None)
+    runs = [fit(Model(), (ids, ids[:, 0] % 3), few, engine=engine) for engine in ("auto", "reference")]
+    assert runs[0].engine == "capture"
+    for ours, theirs in zip(runs[0].model.parameters(), runs[1].model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_label_that_is_no_class_is_a_zero_and_not_a_crash(tmp_path):
+    shown = []
+    for name, label in (("none", None), ("high", 99), ("low", -7)):
+        x, y = data()
+        if label is not None:
+            y[17] = label
+        fit(train_set=(x, y), out=tmp_path / name)
+        shown.append(visible(tmp_path / name))
+    assert shown[0] == shown[1] == shown[2]
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Records of different lengths."""
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, i):
+        return torch.arange(2 + i % 5) % 9 + 1, i % 3
+
+
+def padded(records):
+    return torch.nn.utils.rnn.pad_sequence([r[0] for r in records], batch_first=True), torch.tensor(
+        [r[1] for r in records]
+    )
+
+
+class Pooling(nn.Module):
+    def __init__(self, masked: bool) -> None:
+        super().__init__()
+        self.words, self.head, self.masked = nn.Embedding(30, 4), nn.Linear(4, 3), masked
+
+    def forward(self, ids):
+        words = self.words(ids)
+        if not self.masked:
+            return self.head(words.mean(1))
+        real = (ids != 0).float()[..., None]
+        return self.head((words * real).sum(1) / real.sum(1).clamp(min=1))
+
+
+def test_padding_that_lets_one_record_change_another_is_refused():
+    with pytest.raises(Refusal, match="Pad every record to one public length"):
+        fit(Pooling(masked=False), Sentences(), collate=padded)
+    assert fit(Pooling(masked=True), Sentences(), collate=padded).status == "finished"
+
+
+def test_training_a_model_twice_is_warned_about():
+    model = network()
+    fit(model)
+    with pytest.warns(PrivacyWarning, match="trained privately before"):
+        fit(model)
+
+
+def test_a_statement_says_what_is_unusual(tmp_path):
+    def stop(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(out=tmp_path / "run", on_step=stop)
+    assert "**interrupted**: it ended after 1 of 40 steps" in (tmp_path / "run" / "statement.md").read_text()
+    with pytest.warns(PrivacyWarning):
+        large = plan("dp-sgd", delta=0.01, steps=2, epochs=None)
+    assert "too large" in fit(the_plan=large).statement()
+    assert repr(fit()).startswith("Run(tp-topk, finished, ε=")
+
+
 def part(model):
     return torch.optim.SGD(model[0].parameters(), lr=1.0)
 
@@ -316,6 +401,9 @@ def test_an_optimizer_over_part_of_the_model_is_refused():
 def test_a_metric_scheduler_is_refused():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    short = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1.0, total_steps=5)
+    with pytest.raises(Refusal, match="the scheduler ends after 5 steps"):
+        fit(model, optimizer=optimizer, scheduler=short)
     with pytest.raises(Refusal, match="ReduceLROnPlateau"):
         fit(model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
@@ -334,10 +422,17 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_test_set_that_fails_late_does_not_cost_the_model(tmp_path):
-    x, y = data(20, seed=1)
-    y[15] = 99
+    class Unreadable(torch.utils.data.Dataset):
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, i):
+            if i == 15:
+                raise OSError("disk error")
+            return data(20, seed=1)[0][i], i % 3
+
     with pytest.warns(UserWarning, match="could not be measured"):
-        run = fit(out=tmp_path / "run", test_set=(x, y))
+        run = fit(out=tmp_path / "run", test_set=Unreadable())
     assert run.status == "finished" and run.test == {}
     assert tptopk.load(tmp_path / "run", network()).status == "finished"
 

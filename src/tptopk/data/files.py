@@ -73,6 +73,8 @@ def _targets_tensor(y: np.ndarray[Any, Any]) -> Tensor:
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     if np.issubdtype(y.dtype, np.integer) or y.dtype == np.bool_:
         return torch.from_numpy(y.astype(np.int64))
+    if not np.issubdtype(y.dtype, np.floating):
+        raise Refusal(f"targets of type {y.dtype} cannot be trained on; number the classes from 0")
     return inputs_tensor(y)
 
 

@@ -109,7 +109,6 @@ def _clip(
         left_out = None if bool(finite.all()) else ~finite
         with float32_matmul("highest"):  # norms were taken of gradients as they are, so no input may be rounded now
             values = {name: c.weighted_sum(weights.float(), left_out) for name, c in active.items()}
-    for name, p in trainable(model).items():
-        if name not in values:
-            values[name] = torch.zeros_like(p, dtype=torch.float32)
+    zeros = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in trainable(model).items() if n not in values}
+    values = {name: values[name] if name in values else zeros[name] for name in trainable(model)}
     return ClippedSum(values, clip_norm)

@@ -88,6 +88,12 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
                 "a torch loss needs batches of (inputs, targets); for others pass loss=f with f(model, batch) → [B]"
             )
         output, target = model(batch[0]), batch[1]
+        known = None
+        if not target.is_floating_point() and output.dim() == target.dim() + 1:
+            known = (target >= 0) & (
+                target < output.shape[1]
+            )  # a label that is no class is a bad record: zero, not a crash
+            target = torch.where(known, target, 0)
         losses = apply(output, target)
         without_classes = (*target.shape[:1], *target.shape[2:])
         if losses.shape not in (target.shape, without_classes):
@@ -95,6 +101,8 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
                 f"output {tuple(output.shape)} and target {tuple(target.shape)} give losses of shape {tuple(losses.shape)}: they were "
                 "broadcast, and every example would be compared with every other; make their shapes agree"
             )
+        if known is not None:
+            losses = torch.where(known, losses, 0.0)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     return on_pair

@@ -283,7 +283,9 @@ def _check_against_reference(model: nn.Module, loss: PerExampleLoss, batch: Batc
         slow = [example_gradient(model, loss, take(batch, slice(i, i + 1)), support) for i in range(EXAMPLES)]
         norms = torch.stack([torch.stack([g.norm() for g in example.values()]).norm() for example in slow])
         if not bool((norms > 0).any()):
-            raise Refusal("on made-up examples every gradient is zero: training would spend its budget on noise")
+            raise Refusal(
+                "on made-up examples every gradient is zero: training would spend its budget on noise (cross-entropy on a model with one output does this: give it one output a class)"
+            )
         if engine == "reference":
             return
         fast = {name: c.dense() for name, c in per_example_gradients(model, loss, batch, engine).items()}

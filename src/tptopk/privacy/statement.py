@@ -18,6 +18,7 @@ class Facts:
     seeded: bool  # noise and samples can be recomputed from a seed
     test_metrics: bool
     averaged: bool
+    status: str = "finished"
 
 
 def statement(plan: Plan, facts: Facts) -> str:
@@ -40,6 +41,17 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
         lines += [
             "**Not for release.** This run was an experiment with a fixed seed: whoever knows the seed can subtract the noise. "
             "The figures below describe the mechanism, not this model.",
+            "",
+        ]
+    if facts.status != "finished":
+        lines += [
+            f"This run is **{facts.status}**: it ended after {sum(facts.charged_steps)} of {plan.steps} steps, and the figures count the "
+            "steps that were charged. That it ended, and how, may depend on the data and is not covered.",
+            "",
+        ]
+    if plan.delta * plan.dataset_size >= 1:
+        lines += [
+            f"**δ = {plan.delta:g} is too large**: at or above 1/N it allows publishing a random record outright.",
             "",
         ]
     return [

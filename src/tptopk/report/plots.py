@@ -19,7 +19,7 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title
         matplotlib.use("Agg")
         from matplotlib import pyplot as plt
     except ModuleNotFoundError as error:
-        raise Refusal("figures need matplotlib: pip install 'tptopk[plots]'") from error
+        raise Refusal("figures need matplotlib: python -m pip install matplotlib") from error
     names = [row["method"] for row in rows]
     places = range(len(rows))
     colours = [OPEN if row["epsilon"] is None else PRIVATE for row in rows]

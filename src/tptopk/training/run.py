@@ -41,7 +41,7 @@ class StepRecord:
     gradient_norm: float | None  # of the private gradient; None in a run that is not private
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A trained model with the account of what its training cost."""
 
@@ -57,6 +57,10 @@ class Run:
     engine: str
     folder: Path | None = None
     config: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        cost = f"ε={self.epsilon:.4g}, δ={self.delta:g}" if self.plan.spec.private else "NOT private"
+        return f"Run({self.plan.method}, {self.status}, {cost}, k/d={self.support.ratio:.3g}, test={self.test}, folder={self.folder})"
 
     @property
     def delta(self) -> float:
@@ -218,7 +222,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     model.eval()
 
 
-def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool) -> Facts:
+def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str) -> Facts:
     """What the statement needs to know beside the plan."""
     return Facts(
         epsilon=ledger.epsilon() if ledger.plan.spec.private else None,
@@ -226,4 +230,5 @@ def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool) -> Facts:
         seeded=seeded,
         test_metrics=False,
         averaged=averaged,
+        status=status,
     )

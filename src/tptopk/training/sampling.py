@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from tptopk.gradients.examples import Batch, batch_length, move, take, tensors_of
+from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, move, take, tensors_of
 from tptopk.gradients.probe import made_up
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
@@ -35,6 +35,8 @@ class Records:
             self.tensors = tuple(dataset.tensors)
         elif collate is None and _is_tensors(dataset):
             self.tensors = dataset
+        elif isinstance(dataset, (tuple, list)) and dataset and all(isinstance(part, np.ndarray) for part in dataset):
+            raise Refusal("these are NumPy arrays; make them tensors with torch.from_numpy, floats as float32")
         elif not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise Refusal(f"a {type(dataset).__name__} is no dataset: it needs len() and [], or must be tensors")
         self._collate = collate or default_collate
@@ -55,6 +57,35 @@ class Records:
                     "the collate function mixes records: the first record's tensors change with the second record"
                 )
 
+    def refuse_mixing_by_length(self, model: nn.Module, loss: PerExampleLoss, device: torch.device) -> None:
+        """Refuse padding to the longest record of a batch where it changes another record's loss."""
+        if self.tensors is not None:
+            return
+        record = self._dataset[0]
+        alike, longer = _made_up_record(record, 1), _made_up_record(record, 1, stretch=3)
+        try:
+            batches = [move(self._collate([_made_up_record(record, 0), other]), device) for other in (alike, longer)]
+        except Exception:  # records of different lengths cannot be put together at all: none can lengthen another
+            return
+        shapes = [[t.shape for t in tensors_of(batch)] for batch in batches]
+        if shapes[0] == shapes[1]:
+            return
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                first, second = (loss(model, batch)[0] for batch in batches)
+            same = torch.allclose(first, second, rtol=1e-4, atol=1e-5)
+        except Exception:
+            same = False
+        finally:
+            model.train(training)
+        if not same:
+            raise Refusal(
+                "records are padded to the longest of their batch, and that changes the loss of the others: a long record would influence "
+                "them past its clip. Pad every record to one public length, or mask the padding in the model"
+            )
+
     def fetch(self, indices: Tensor) -> Batch:
         if self.tensors is not None:
             return take(self.tensors, indices)
@@ -67,9 +98,16 @@ class Records:
         return batch
 
 
-def _made_up_record(record: Any, seed: int) -> Any:
+def _made_up_record(record: Any, seed: int, stretch: int = 1) -> Any:
+    """A record of the same structure that is nobody's; with `stretch`, sequences that many times as long."""
     generator = np.random.default_rng(seed)
-    return tree_map(lambda leaf: made_up(leaf, generator), record)
+
+    def invent(leaf: Any) -> Any:
+        value = made_up(leaf, generator)
+        long = isinstance(value, Tensor) and value.dim() > 0
+        return torch.cat([value] * stretch) if long else value
+
+    return tree_map(invent, record)
 
 
 def _first(batch: Batch) -> Batch:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
 from tptopk.training.updates import Updater, WeightAverage, check_optimizer
 
+_trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
 FLOATS_PER_MICRO_BATCH = 2**27  # half a gibibyte of per-example gradients
 
 
@@ -80,6 +82,11 @@ def fit(
     _check_length(records, plan)
     device = _settle_device(model, device)
     check_optimizer(optimizer, model)
+    if seed is not None and not (isinstance(seed, int) and abs(seed) < 2**63):
+        raise Refusal(f"seed is {seed!r}; it must be a whole number of at most 63 bits")
+    scheduled = getattr(scheduler, "total_steps", plan.steps)
+    if scheduled < plan.steps:
+        raise Refusal(f"the scheduler ends after {scheduled} steps and the plan has {plan.steps}; give it plan.steps")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise Refusal(
             "ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps"
@@ -95,6 +102,7 @@ def fit(
     one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
     if plan.spec.private:
         engine = choose_engine(model, per_example(loss), one, engine)
+        records.refuse_mixing_by_length(model, per_example(loss), device)
         if math.isinf(plan.epsilon()):
             raise Refusal("the plan's noise is so small that its ε is infinite")
     else:
@@ -105,6 +113,13 @@ def fit(
         engine = "ordinary"
     if test_set is not None:
         _check_test_set(model, test_set, loss, collate, device)
+    if plan.spec.private and model in _trained:
+        warnings.warn(
+            "this model was trained privately before in this process: its weights carry that run's cost, which this run's ε does "
+            "not count",
+            PrivacyWarning,
+            stacklevel=3,
+        )
     everything = Support.full(model)
     streams = Streams(run=secrets.token_hex(8), seed=seed)
     policy = SupportPolicy(plan, everything, lambda n: streams.numpy("support", n), score, ratio_schedule)
@@ -120,6 +135,7 @@ def fit(
     status = "failed"
     support = everything
     try:
+        _trained.add(model)
         ledger.charge_queries()
         for phase, numbers in enumerate(plan.phases):
             for step in range(numbers.steps):
@@ -157,7 +173,7 @@ def fit(
         if average is not None and history:
             average.write_to_model()
         model.eval()
-        facts = ledger_facts(ledger, seeded=seed is not None, averaged=average is not None)
+        facts = ledger_facts(ledger, seeded=seed is not None, averaged=average is not None, status=status)
         run = Run(
             model,
             plan,

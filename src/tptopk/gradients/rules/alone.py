@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map
@@ -53,9 +53,20 @@ def gradients_alone(
         tree_map(lambda leaf, axis=axis: axis if isinstance(leaf, Tensor) else None, x)
         for x, axis in zip(inputs, axes, strict=True)
     )
-    with _plain_kernels():
+    with _plain_kernels(), _flat_weights_kept(call.module):
         found = vmap(grad(product), in_dims=(None, input_axes, weight_axes))(parameters, inputs, weights)
     return {name: Dense(g) for name, g in found.items()}
+
+
+@contextmanager
+def _flat_weights_kept(module: nn.Module) -> Iterator[None]:
+    """A recurrent layer keeps a second list of its weights, which a functional call leaves pointing elsewhere."""
+    before = list(module._flat_weights) if isinstance(module, nn.RNNBase) else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            cast(nn.RNNBase, module)._flat_weights = before
 
 
 @contextmanager
