@@ -146,9 +146,9 @@ def _ordinary(model: nn.Module, drawn: Callable[[], tuple[Tensor, Tensor]]) -> S
 
     def step() -> None:
         x, y = drawn()
-        optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
@@ -189,10 +189,9 @@ def _opacus(model: nn.Module, drawn: Callable[[], tuple[Tensor, Tensor]], batch:
 
     def step() -> None:
         x, y = drawn()
-        optimizer.zero_grad()
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
         F.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        optimizer.zero_grad()
 
     yield "Opacus hooks", step
 
