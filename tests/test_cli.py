@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tptopk.cli import main
+from tptopk.training.run import load
 
 QUICK = ["--accountant", "rdp", "--steps", "10"]
 NETWORK = """
@@ -86,6 +87,8 @@ def test_train_writes_a_run_and_prints_what_it_cost(tptopk, tmp_path):
     assert (tmp_path / "runs" / "tp-topk-2").is_dir()
     predicted = tptopk("predict", "runs/tp-topk-1", cwd=tmp_path).stdout.splitlines()
     assert predicted[0] == "record,class,probability" and len(predicted) == 361
+    again = load("runs/tp-topk-1")
+    assert again.status == "finished" and again.support.size == 2020
     assert "differential privacy" in tptopk("statement", "runs/tp-topk-1", cwd=tmp_path).stdout
 
 

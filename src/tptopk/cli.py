@@ -34,7 +34,7 @@ from tptopk.report.terminal import (
     print_run,
     print_ways,
 )
-from tptopk.settings import BUILT_IN_MODEL, Settings, build, seed_everything
+from tptopk.settings import Settings, build, seed_everything
 from tptopk.supports.support import Support
 from tptopk.training.run import Run, load
 from tptopk.training.trainer import fit
@@ -187,7 +187,7 @@ def predict(
     ] = None,
 ) -> None:
     """Print a line a record: its number, its most likely class, and that class's probability."""
-    trained = load_run(run, model)
+    trained = load(run, None if model is None else build(model))
     inputs = digits()[1][0] if data is None else read_inputs(data)
     print("record,class,probability")
     with torch.no_grad():
@@ -239,23 +239,13 @@ def check(
     for name, pair in (("training", training), ("test", test)):
         if pair is None:
             continue
-        print(f"{name}: {len(pair[1])} records, inputs {tuple(pair[0].shape[1:])}")
+        labels = "" if pair[1].is_floating_point() else f", labels {int(pair[1].min())} to {int(pair[1].max())}"
+        print(
+            f"{name}: {len(pair[1])} records, inputs {tuple(pair[0].shape[1:])} {pair[0].dtype}, targets {pair[1].dtype}{labels}"
+        )
         for line in findings(pair, classes) or ["nothing to report"]:
             print(f"  {line}")
     print("This looked at the data itself and is not covered by any guarantee.")
-
-
-def load_run(folder: str, model: str | None) -> Run:
-    """A run with its model, which is built by a factory of ours or by one that the caller names."""
-    try:
-        recorded = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8")).get("config", {}).get("model")
-    except (OSError, ValueError, AttributeError) as error:
-        raise Refusal(f"{folder} is not a run folder: run.json cannot be read") from error
-    if model is None and recorded != BUILT_IN_MODEL:
-        raise Refusal(
-            f"the run's model is {recorded!r}; name it again with --model, so that no code is run because a file says so"
-        )
-    return load(folder, build(model or BUILT_IN_MODEL))
 
 
 def _train(settings: Settings, seed: int | None, out: str | None, label: str) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map
 
 from tptopk.gradients.contributions import Contribution, Dense
@@ -36,5 +37,6 @@ def vmap_contributions(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> 
 
     parameters = {name: p.detach() for name, p in trainable(model).items()}
     axes = tree_map(lambda leaf: 0 if isinstance(leaf, Tensor) else None, batch)
-    gradients = vmap(grad(one), in_dims=(None, axes), randomness="different")(parameters, batch)
+    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no batching rule, or a wrong one
+        gradients = vmap(grad(one), in_dims=(None, axes), randomness="different")(parameters, batch)
     return {name: Dense(torch.as_tensor(g)) for name, g in gradients.items()}

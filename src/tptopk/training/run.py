@@ -7,9 +7,11 @@ A run folder holds `run.json` (status, configuration, results), `plan.json`, `le
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import platform
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -122,6 +124,11 @@ class RunFolder:
         self._metrics.close()
         save_weights(run.model, self.path / "model.safetensors")
         run.support.save(self.path / "support.safetensors")
+        for name in (
+            "model.safetensors",
+            "support.safetensors",
+        ):  # safetensors writes files that only their owner can read
+            shutil.copymode(self.path / "plan.json", self.path / name)
         self.describe(run)
 
     def describe(self, run: Run) -> None:
@@ -151,8 +158,12 @@ def save_weights(model: nn.Module, path: Path) -> None:
     save_file(tensors, str(path), metadata={"shared": json.dumps(shared)})
 
 
-def load(path: str | Path, model: nn.Module) -> Run:
-    """Read a run folder back, its weights into `model`."""
+def load(path: str | Path, model: nn.Module | None = None) -> Run:
+    """Read a run folder back, its weights into `model`.
+
+    Without a model, one of the library's own networks is built if the run names it. A network of somebody else's is
+    never built because a file says so: give it.
+    """
     folder = Path(path)
     try:
         summary = json.loads((folder / "run.json").read_text(encoding="utf-8"))
@@ -172,7 +183,7 @@ def load(path: str | Path, model: nn.Module) -> Run:
         epsilon = summary["epsilon"] if plan.spec.private else float("inf")
         facts = Facts(**summary["facts"])
         run = Run(
-            model,
+            nn.Identity() if model is None else model,
             plan,
             epsilon,
             support,
@@ -199,8 +210,26 @@ def load(path: str | Path, model: nn.Module) -> Run:
         NotADirectoryError,
     ) as error:
         raise Refusal(f"{folder} is not a readable run folder: {error}") from error
-    load_weights(model, weights)
+    if model is None:
+        run.model = _own_network(run.config.get("model"))
+    load_weights(run.model, weights)
     return run
+
+
+def _own_network(reference: object) -> nn.Module:
+    """The network that a run of the command line names as tptopk.models.…:function."""
+    module, _, function = str(reference).partition(":")
+    if not module.startswith("tptopk.models."):
+        raise Refusal(
+            f"the run's model is {reference!r}, which is not one of the library's own; give the network, so that no code is run "
+            "because a file says so: tptopk.load(folder, model), or --model package.module:factory"
+        )
+    try:
+        network = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError, TypeError) as error:
+        raise Refusal(f"the run's model {reference!r} cannot be built: {error}") from error
+    assert isinstance(network, nn.Module)
+    return network
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
