@@ -168,3 +168,12 @@ def test_rounding_over_many_steps_does_not_make_epsilon_optimistic(steps, delta)
 @given(**{key: value for key, value in plans.items() if key != "method"})
 def test_calibration_never_overspends_under_pld(target, delta, batch, size, steps, method, warmup, budget):
     calibrated("pld", target, delta, batch, size, steps, method, warmup, budget)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("target", [0.01, 0.02, 0.05])
+def test_very_small_budgets_can_be_calibrated(accountant, target):
+    plan = Plan.calibrate(
+        "dp-sgd", epsilon=target, delta=5e-6, batch_size=43, dataset_size=80_699, steps=43, accountant=accountant
+    )
+    assert target * 0.999 <= plan.epsilon() <= target

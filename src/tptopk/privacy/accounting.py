@@ -13,6 +13,7 @@ sensitivity 1 under add/remove adjacency. Three accountants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -29,7 +30,7 @@ from tptopk.privacy.refusal import Refusal, nearest
 
 ACCOUNTANTS = ("pld", "rdp", "rdp-paper")
 Orders = tuple[float, ...]
-ORDERS: Orders = tuple(rdp.DEFAULT_RDP_ORDERS)
+ORDERS: Orders = (*rdp.DEFAULT_RDP_ORDERS, 1024, 2048, 4096)  # the large ones for ε well below 0.05
 FEW_ORDERS: Orders = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 128, 256)  # whole ones are ten times faster
 INTERVAL = 1e-4  # width of a PLD bucket, in units of privacy loss
 RENYI_ROUNDING = 1e-14  # added to every ε_α: with enormous noise the computed divergence can come out below zero
@@ -161,7 +162,7 @@ def noise_for(target: float, delta: float, accountant: str, segment: Segment, ot
         )
 
     start = 1.0
-    if roughly(1e6) < target < roughly(0.05):
+    with contextlib.suppress(Refusal):  # so few orders cannot tell very small ε apart; then the search starts from 1
         start = _solve(roughly, target, start, tolerance=0.02, stride=0.1)
     if accountant == "pld":  # wide buckets come near ten times faster
         start = _solve(lambda sigma: cost(sigma, 10 * INTERVAL), target, start, tolerance=0.01, stride=0.05)

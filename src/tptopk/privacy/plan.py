@@ -282,6 +282,12 @@ def _calibrated_noise(
     if len(segments) == 1 or warmup_budget is None:
         whole = segments[0]._replace(steps=sum(s.steps for s in segments))
         return [accounting.noise_for(epsilon, delta, accountant, whole, queries)] * len(segments)
-    first = accounting.noise_for(warmup_budget * epsilon, delta, accountant, segments[0])
+    try:
+        first = accounting.noise_for(warmup_budget * epsilon, delta, accountant, segments[0])
+    except Refusal as refusal:
+        raise Refusal(
+            f"the warm-up's share of ε, {warmup_budget:g} × {epsilon:g}, cannot be met: {refusal}; change warmup_budget, or give both "
+            "phases one noise level with warmup_budget=None"
+        ) from refusal
     warmed = [*queries, segments[0]._replace(noise_multiplier=first)]
     return [first, accounting.noise_for(epsilon, delta, accountant, segments[1], warmed)]
