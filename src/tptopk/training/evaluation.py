@@ -33,11 +33,8 @@ def evaluate(
         total += float(losses(model, batch).sum())
         classified = classified and not batch[1].is_floating_point()
         if classified:
-            correct += float(
-                (model(batch[0]).argmax(1) == batch[1]).float().flatten(1).mean(1).sum()
-                if batch[1].dim() > 1
-                else (model(batch[0]).argmax(1) == batch[1]).sum()
-            )
+            hits = (model(batch[0]).argmax(1) == batch[1]).float()
+            correct += float(hits.reshape(len(hits), -1).mean(1).sum())
     found = {"loss": total / len(records)}
     if classified:
         found["accuracy"] = correct / len(records)

@@ -6,7 +6,6 @@ A run folder holds `run.json` (status, configuration, results), `plan.json`, `le
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -124,10 +123,8 @@ class RunFolder:
         self._metrics.close()
         save_weights(run.model, self.path / "model.safetensors")
         run.support.save(self.path / "support.safetensors")
-        for name in (
-            "model.safetensors",
-            "support.safetensors",
-        ):  # safetensors writes files that only their owner can read
+        # safetensors writes files that only their owner can read; all files of a run have one mode
+        for name in ("model.safetensors", "support.safetensors"):
             shutil.copymode(self.path / "plan.json", self.path / name)
         self.describe(run)
 
@@ -146,16 +143,14 @@ class RunFolder:
 
 
 def save_weights(model: nn.Module, path: Path) -> None:
-    """Parameters and buffers, each stored once; shared ones are restored by name."""
-    seen: dict[int, str] = {}
-    tensors, shared = {}, {}
+    """Parameters and buffers, each stored once: a tied one under its first name, which is enough to restore both."""
+    seen: set[int] = set()
+    tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if id(value) in seen:
-            shared[name] = seen[id(value)]
-        else:
-            seen[id(value)] = name
+        if id(value) not in seen:
+            seen.add(id(value))
             tensors[name] = value.detach().cpu().contiguous()
-    save_file(tensors, str(path), metadata={"shared": json.dumps(shared)})
+    save_file(tensors, str(path))
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> Run:
@@ -233,20 +228,19 @@ def _own_network(reference: object) -> nn.Module:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    tied = {name: id(value) for name, value in model.state_dict(keep_vars=True).items()}
-    known = {tied[name] for name in weights if name in tied}
-    missing = [name for name, key in tied.items() if name not in weights and key not in known]
-    if missing or set(weights) - set(tied):
+    own = model.state_dict(keep_vars=True)
+    restored = {id(own[name]) for name in weights if name in own}
+    missing = [name for name, value in own.items() if id(value) not in restored]
+    if missing or set(weights) - set(own):
         raise Refusal(
-            f"the weights are of another model: {(missing or sorted(set(weights) - set(tied)))[0]} does not match"
+            f"the weights are of another model: {(missing or sorted(set(weights) - set(own)))[0]} does not match"
         )
-    with contextlib.suppress(KeyError):
-        for name, value in weights.items():
-            if model.state_dict()[name].shape != value.shape:
-                raise Refusal(
-                    f"the weights are of another model: {name} has shape {tuple(value.shape)}, "
-                    f"the model's has {tuple(model.state_dict()[name].shape)}"
-                )
+    for name, value in weights.items():
+        if own[name].shape != value.shape:
+            raise Refusal(
+                f"the weights are of another model: {name} has shape {tuple(value.shape)}, "
+                f"the model's has {tuple(own[name].shape)}"
+            )
     model.load_state_dict(dict(weights), strict=False)
     model.eval()
 
