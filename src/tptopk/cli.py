@@ -266,6 +266,8 @@ def _train(settings: Settings, seed: int | None, out: str | None, label: str) ->
             ema=settings.ema,
             precision=settings.precision,
             micro_batch_size=settings.micro_batch_size,
+            memory_limit=settings.memory_limit,
+            compile=settings.compile,
             engine=settings.engine,
             device=settings.device,
             out=out,

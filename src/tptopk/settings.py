@@ -56,7 +56,9 @@ class Settings:
     dataset_size: int | None = option(None, "number of training records, which you declare public; needed with --data")
     model: str = option(BUILT_IN_MODEL, "package.module:factory of a function that returns the model")
     micro_batch_size: int | None = option(None, "records in memory at once")
-    precision: str = option("fp32", "fp32 or bf16")
+    memory_limit: str | None = option(None, "memory of one physical batch, such as 4GiB")
+    precision: str = option("tf32", "fp32, tf32 (a GPU's fast matrix products) or bf16")
+    compile: bool = option(False, "compile the gradient computation: a slow start, then faster steps")
     engine: str = option("auto", "auto, capture, vmap or reference")
     device: str | None = option(None, "cpu, cuda, cuda:1, …")
 

@@ -186,7 +186,7 @@ def test_ghost_norms_survive_cancellation():
 @pytest.mark.parametrize("name", ["conv2d", "used twice, in place", "tied", "lstm", "attention", "transformer"])
 def test_a_capture_can_listen_to_somebody_elses_backward(name):
     model, data = make(name, 0, 4)
-    with Capture(model, 4, listen=True) as heard:
+    with Capture(model, 4) as heard:
         loss = F.cross_entropy(model(data[0]), data[1], reduction="sum")
     loss.backward()
     with Capture(model, 4) as asked:

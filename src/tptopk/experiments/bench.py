@@ -16,11 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD
 
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.contributions import Products, Rows
+from tptopk.gradients.contributions import Rows
+from tptopk.gradients.memory import peak_bytes
+from tptopk.gradients.precision import check_precision, computing_in
+from tptopk.gradients.products import Products
 from tptopk.models import networks
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Phase, Plan
@@ -31,13 +36,14 @@ from tptopk.supports.support import Support, trainable
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.updates import Updater
 
-RECORDS = 4096
 PLAN = Plan(
     phases=(Phase(steps=10**9, sample_rate=0.25, noise_multiplier=1.0, clip_norm=1.0),),
-    delta=1e-5, dataset_size=RECORDS, accountant="rdp",
+    delta=1e-5, dataset_size=4096, accountant="rdp",
 )  # fmt: skip
+WARM_UP = 3  # steps of each way before any is timed: an ordinary one, a recorded one, a replayed one
 
 Step = Callable[[], None]
+Draw = Callable[[], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ SUBJECTS = {
     "wrn": Subject(networks.wrn_16_4, _images, {"cuda": 256, "cpu": 16}),
     "vit": Subject(networks.vit, _images, {"cuda": 256, "cpu": 8}),
     "text": Subject(networks.text, _ids, {"cuda": 1024, "cpu": 256}),
+    "scatter": Subject(networks.scatter_cnn, lambda n: torch.rand(n, 243, 8, 8), {"cuda": 8192, "cpu": 128}),
 }
 
 
@@ -74,139 +81,230 @@ class Measured:
     way: str
     batch: int
     milliseconds: float  # on CUDA the median of wall times, on a CPU the minimum of process times
-    ratio: float  # to ordinary training
-    peak_bytes: int | None  # on CUDA: the most that a step took beyond what it found
-    peak_ratio: float | None
+    ratio: float  # to ordinary training, the faster of eager and compiled
+    peak_bytes: int  # the most memory that a step took beyond what it found
+    peak_ratio: float
 
 
-def measure(name: str, device: str, rounds: int, peers: bool) -> list[Measured]:
+def measure(
+    name: str, device: str, rounds: int, peers: bool, *, compiled: bool = False, precision: str = "tf32"
+) -> list[Measured]:
     """All ways for one network, taking turns."""
-    if name not in SUBJECTS:
-        raise Refusal(f"unknown benchmark model {name!r}{nearest(name, SUBJECTS)}")
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise Refusal("there is no CUDA device on this machine; use --device cpu")
-    subject = SUBJECTS[name]
+    place, subject = _place(device), _subject(name)
+    check_precision(precision)
     torch.manual_seed(0)
     model = subject.build().to(place).train()
     batch = subject.batch[place.type]
-    data = (subject.inputs(RECORDS).to(place), torch.randint(0, 10, (RECORDS,)).to(place))
-    steps = dict(_ways(model, data, batch, peers))
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    peaks: dict[str, int] = {}
-    for step in steps.values():  # warm-up, also for lazy initialisation and autotuning
-        step()
-        step()
-    for _ in range(rounds):
-        for way, step in steps.items():
-            spent, peak = _timed(step, place)
-            times[way].append(spent)
-            peaks[way] = peak
-    best = {way: 1e3 * (median(t) if place.type == "cuda" else min(t)) for way, t in times.items()}
-    cuda = place.type == "cuda"
+    records = max(PLAN.dataset_size, batch)
+    data = (subject.inputs(records).to(place), torch.randint(0, 10, (records,)).to(place))
+    with computing_in(precision, place):
+        steps = dict(_ways(model, data, batch, peers, compiled, precision))
+        times: dict[str, list[float]] = {way: [] for way in steps}
+        peaks: dict[str, int] = dict.fromkeys(steps, 0)
+        for way, step in list(steps.items()):
+            try:
+                for n in range(WARM_UP):  # the first also makes what is made once
+                    peaks[way] = max(peaks[way] if n > 1 else 0, peak_bytes(step, place))
+            except Exception as error:
+                if "Opacus" not in way and "vmap" not in way:
+                    raise
+                warnings.warn(
+                    f"{way} failed on {name}: {(str(error).splitlines() or [type(error).__name__])[0]}", stacklevel=2
+                )
+                del steps[way]
+        for _ in range(rounds):
+            for way, step in steps.items():
+                times[way].append(_timed(step, place))
+    best = {way: 1e3 * (median(times[way]) if place.type == "cuda" else min(times[way])) for way in steps}
+    ordinary = min(best[way] for way in steps if way.startswith("ordinary"))
     return [
-        Measured(name, way, batch, round(best[way], 3), round(best[way] / best["ordinary"], 3), peaks[way] if cuda else None,
-                 round(peaks[way] / peaks["ordinary"], 3) if cuda else None)
+        Measured(
+            name, way, batch, round(best[way], 3), round(best[way] / ordinary, 3), peaks[way],
+            round(peaks[way] / peaks["ordinary"], 3),
+        )
         for way in steps
     ]  # fmt: skip
 
 
-def _timed(step: Step, place: torch.device) -> tuple[float, int]:
+def _place(device: str) -> torch.device:
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise Refusal("there is no CUDA device on this machine; use --device cpu")
+    return place
+
+
+def _subject(name: str) -> Subject:
+    if name not in SUBJECTS:
+        raise Refusal(f"unknown benchmark model {name!r}{nearest(name, SUBJECTS)}")
+    return SUBJECTS[name]
+
+
+def _timed(step: Step, place: torch.device) -> float:
     if place.type != "cuda":
         started = time.process_time()
         step()
-        return time.process_time() - started, 0
+        return time.process_time() - started
     torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     started = time.perf_counter()
     step()
     torch.cuda.synchronize()
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated() - before
+    return time.perf_counter() - started
 
 
-def _ways(model: nn.Module, data: tuple[Tensor, Tensor], batch: int, peers: bool) -> Iterator[tuple[str, Step]]:
+def _ways(
+    model: nn.Module, data: tuple[Tensor, Tensor], batch: int, peers: bool, compiled: bool, precision: str
+) -> Iterator[tuple[str, Step]]:
     device = data[0].device
 
     def drawn() -> tuple[Tensor, Tensor]:
-        chosen = torch.randperm(RECORDS, device=device)[:batch]
+        chosen = torch.randperm(len(data[0]), device=device)[:batch]
         return data[0][chosen], data[1][chosen]
 
-    yield "ordinary", _ordinary(copy.deepcopy(model), drawn)
-    yield "ours, dense", _ours(copy.deepcopy(model), drawn, 1.0, "capture")
+    def ours(support: Support, parts: int = 1) -> Step:
+        return private_step(copy.deepcopy(model), drawn, support, precision=precision, compiled=compiled, parts=parts)
+
+    yield "ordinary", ordinary_step(copy.deepcopy(model), drawn)
+    if compiled:
+        yield "ordinary, compiled", ordinary_step(copy.deepcopy(model), drawn, compiled=True)
+    yield "ours, dense", ours(Support.full(model))
+    yield "ours, dense, in two halves", ours(Support.full(model), parts=2)
     for ratio in (0.4, 0.1, 0.01):
-        yield f"ours, ρ = {ratio:g}", _ours(copy.deepcopy(model), drawn, ratio, "capture")
+        yield f"ours, ρ = {ratio:g}", ours(random_support(model, ratio))
+    yield "ours, ρ = 0.1, rows × columns", ours(_rows_and_columns(model, 0.1))
     if peers:
-        yield "vmap", _ours(copy.deepcopy(model), drawn, 1.0, "vmap")
+        yield "vmap", _vmap_step(copy.deepcopy(model), drawn, batch, compiled=False)
+        if compiled:
+            yield "vmap, compiled", _vmap_step(copy.deepcopy(model), drawn, batch, compiled=True)
         yield from _opacus(model, drawn, batch)
 
 
-def _ordinary(model: nn.Module, drawn: Callable[[], tuple[Tensor, Tensor]]) -> Step:
+def ordinary_step(model: nn.Module, drawn: Draw, *, compiled: bool = False) -> Step:
     optimizer = SGD(model.parameters(), lr=1e-3)
+    run = torch.compile(model) if compiled else model
 
     def step() -> None:
         x, y = drawn()
-        F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(run(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
     return step
 
 
-def _ours(model: nn.Module, drawn: Callable[[], tuple[Tensor, Tensor]], ratio: float, engine: str) -> Step:
-    mechanism = Mechanism(model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("bench"), engine)
+def private_step(
+    model: nn.Module,
+    drawn: Draw,
+    support: Support,
+    *,
+    precision: str = "tf32",
+    compiled: bool = False,
+    parts: int = 1,
+) -> Step:
+    replay = next(model.parameters()).is_cuda
+    mechanism = Mechanism(
+        model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("bench"), precision=precision, replay=replay, compiled=compiled
+    )  # fmt: skip
     updater = Updater(model, SGD(model.parameters(), lr=1e-3))
-    support = _random_support(model, ratio)
     taken = 0
 
     def step() -> None:
         nonlocal taken
-        private = mechanism.private_gradient([drawn()], support, 0, taken)
+        x, y = drawn()
+        batches = list(zip(x.chunk(parts), y.chunk(parts), strict=True))
+        private = mechanism.private_gradient(batches, support, 0, taken)
         updater.apply(private.values, support)
         taken += 1
 
     return step
 
 
-def _random_support(model: nn.Module, ratio: float) -> Support:
+def random_support(model: nn.Module, ratio: float) -> Support:
     scores = {name: torch.rand_like(p) for name, p in trainable(model).items()}
     return top_k(scores, int(ratio * sum(s.numel() for s in scores.values())))
 
 
-def _opacus(model: nn.Module, drawn: Callable[[], tuple[Tensor, Tensor]], batch: int) -> Iterator[tuple[str, Step]]:
+def _rows_and_columns(model: nn.Module, ratio: float) -> Support:
+    """√ρ of the rows crossed with √ρ of the columns of every matrix, ρ of every vector."""
+
+    def chosen(parameter: Tensor) -> Tensor:
+        if parameter.dim() == 1:
+            return torch.rand_like(parameter) < ratio
+        matrix = parameter.reshape(len(parameter), -1)
+        rows, columns = (torch.rand_like(matrix[:, 0]) < ratio**0.5), (torch.rand_like(matrix[0]) < ratio**0.5)
+        return torch.outer(rows, columns).view_as(parameter)
+
+    return Support({name: chosen(p.detach()) for name, p in trainable(model).items()})
+
+
+def _vmap_step(model: nn.Module, drawn: Draw, batch: int, *, compiled: bool) -> Step:
+    """DP-SGD as torch.func's own tutorial writes it: vmap over grad, then clip, sum and noise."""
+    parameters = {name: p.detach() for name, p in trainable(model).items()}
+
+    def one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(model, parameters, (x[None],)), y[None])
+
+    def clipped(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        gradients = vmap(grad(one), in_dims=(None, 0, 0))(parameters, x, y)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
+        weights = (1.0 / norms).clamp(max=1.0)
+        return {name: torch.einsum("b,b...->...", weights, g) for name, g in gradients.items()}
+
+    run = torch.compile(clipped) if compiled else clipped
+
+    @torch.no_grad()
+    def step() -> None:
+        x, y = drawn()
+        with sdpa_kernel(SDPBackend.MATH):
+            sums = run(parameters, x, y)
+        for name, p in parameters.items():
+            p.sub_(sums[name] + torch.randn_like(p), alpha=1e-3 / batch)
+
+    return step
+
+
+def _opacus(model: nn.Module, drawn: Draw, batch: int) -> Iterator[tuple[str, Step]]:
     try:
-        import opacus
+        from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+        from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+        from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
     except ModuleNotFoundError as error:
         raise Refusal(
             "measuring the peers needs Opacus: pip install opacus, or leave them out with --no-peers"
         ) from error
+    numbers = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "expected_batch_size": batch}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        wrapped = opacus.GradSampleModule(copy.deepcopy(model))
-        optimizer = opacus.optimizers.DPOptimizer(
-            SGD(wrapped.parameters(), lr=1e-3), noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=batch
-        )
+        hooks = GradSampleModule(copy.deepcopy(model))
+        ghost = GradSampleModuleFastGradientClipping(copy.deepcopy(model), max_grad_norm=1.0, use_ghost_clipping=True)
+        plain = DPOptimizer(SGD(hooks.parameters(), lr=1e-3), **numbers)
+        double = DPOptimizerFastGradientClipping(SGD(ghost.parameters(), lr=1e-3), **numbers)
+    criterion = DPLossFastGradientClipping(ghost, double, nn.CrossEntropyLoss(), loss_reduction="mean")
 
-    def step() -> None:
+    def hooks_step() -> None:
         x, y = drawn()
-        F.cross_entropy(wrapped(x), y).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
+        F.cross_entropy(hooks(x), y).backward()  # type: ignore[no-untyped-call]
+        plain.step()
+        plain.zero_grad()
 
-    yield "Opacus hooks", step
+    def ghost_step() -> None:
+        x, y = drawn()
+        criterion(ghost(x), y).backward()
+        double.step()
+        double.zero_grad()
+
+    yield "Opacus hooks", hooks_step
+    yield "Opacus ghost", ghost_step
 
 
 def explain(name: str, device: str) -> list[dict[str, Any]]:
     """Which way the engine takes for each matrix of a network, dense and at ρ = 0.1."""
-    if name not in SUBJECTS:
-        raise Refusal(f"unknown benchmark model {name!r}{nearest(name, SUBJECTS)}")
-    subject, place = SUBJECTS[name], torch.device(device)
+    subject, place = _subject(name), _place(device)
     model = subject.build().to(place).train()
     x, y = subject.inputs(4).to(place), torch.zeros(4, dtype=torch.long, device=place)
     with Capture(model, 4) as capture:
         total = F.cross_entropy(model(x), y, reduction="sum")
     capture.differentiate(total)
-    sparse, rows = _random_support(model, 0.1), []
+    sparse, rows = random_support(model, 0.1), []
     with torch.no_grad():
         for parameter, contribution in capture.contributions().items():
             ways = []

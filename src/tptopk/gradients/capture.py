@@ -1,26 +1,28 @@
 """Records what each layer took in and what came back to it, whoever runs backward.
 
-Going forward a hook keeps each call's inputs and the place of its outputs in autograd's graph (a gradient edge:
-the output tensor itself goes silently wrong when an in-place activation follows). Going backward the output
-gradients are either asked for (`Capture.differentiate`, which computes no weight gradient at all) or overheard
-while somebody else's `loss.backward()` runs (`listen=True`).
+Going forward, a hook keeps each call's inputs and passes its outputs through a tap: an operation that changes nothing
+and, going backward, hands over the gradient that passes it. All taps drain into one scalar, the sink. Asking autograd
+for the sink's gradient (`differentiate`) visits every tap and computes no weight gradient; somebody else's
+`loss.backward()` visits them as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from tptopk.gradients.contributions import Contribution, Dense
 from tptopk.gradients.rules import Call, Registered, find_rule
 from tptopk.supports.support import trainable
+
+Receive = Callable[[str, Contribution], None]
 
 
 class NotCaptured(Exception):
@@ -54,15 +56,34 @@ def _claims(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Registere
         yield from _claims(child, child_name if name == "the model" else f"{name}.{child_name}")
 
 
+class _Tap(torch.autograd.Function):
+    """The identity, in place: an activation that writes over the output afterwards does no harm."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, sink: Tensor, hear: Callable[[Tensor | None], None]) -> Tensor:
+        ctx.hear = hear
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        ctx.hear(gradient)
+        return gradient, None, None
+
+
 class Capture:
     """A context in which every call of a layer that owns trainable parameters is recorded."""
 
-    def __init__(self, model: nn.Module, batch: int, *, listen: bool = False) -> None:
+    def __init__(self, model: nn.Module, batch: int) -> None:
         self.calls: list[Call] = []
         self._names = {id(p): name for name, p in trainable(model).items()}
         self.rules = claimed_modules(model)
-        self._batch, self._listen = batch, listen
+        self._batch = batch
         self._handles: list[RemovableHandle] = []
+        self._sink = torch.zeros((), requires_grad=True)
+        self._receive: Receive | None = None
+        self._alone: set[int] = set()
 
     def __enter__(self) -> Capture:
         for module in self.rules:
@@ -80,65 +101,78 @@ class Capture:
         if not torch.is_grad_enabled():
             return output
         leaves, structure = tree_flatten(output)
-        axis = self.rules[module].batch_axis
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for n, tensor in enumerate(tensors):
-            if tensor.dim() <= axis(module, n) or tensor.shape[axis(module, n)] != self._batch:
+        places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rule = self.rules[module]
+        for n, place in enumerate(places):
+            shape, axis = tuple(leaves[place].shape), rule.batch_axis(module, n)
+            if len(shape) <= axis or shape[axis] != self._batch:
                 raise NotCaptured(
-                    f"an output of {type(module).__name__} has shape {tuple(tensor.shape)}, "
-                    f"which is not led by the batch of {self._batch}"
+                    f"an output of {type(module).__name__} has shape {shape}, which is not led by the batch of {self._batch}"
                 )
-        # An in-place activation on a view rewrites the view's history and cuts the edge: give it a tensor of its own.
-        leaves = [leaf.clone() if isinstance(leaf, Tensor) and leaf._is_view() else leaf for leaf in leaves]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
-        call = Call(
-            module,
-            self._batch,
-            args,
-            kwargs,
-            [get_gradient_edge(t) if t.requires_grad else None for t in tensors],
-            [tuple(t.shape) for t in tensors],
-        )
-        call.gradients = [None] * len(tensors)
-        if self._listen:
-            for n, edge in enumerate(call.edges):
-                if edge is not None:
-                    edge.node.register_prehook(_overhear(call, n, edge.output_nr))
+        call = Call(module, self._batch, args, kwargs, [None] * len(places))
+        for n, place in enumerate(places):
+            leaf = leaves[place]
+            if leaf.requires_grad:
+                # A view's history is rewritten by what is done to its base, and some whole layers keep their output.
+                own = leaf.clone() if leaf._is_view() or rule.whole else leaf
+                leaves[place] = _Tap.apply(own, self._sink, self._hearer(call, n))  # type: ignore[no-untyped-call]
         self.calls.append(call)
         return tree_unflatten(leaves, structure)
 
-    def differentiate(self, total: Tensor) -> None:
-        """Fill in every call's output gradients, and compute nothing else."""
-        places = [(call, n, edge) for call in self.calls for n, edge in enumerate(call.edges) if edge is not None]
-        if not places:
-            return
-        gradients = torch.autograd.grad(total, [edge for _, _, edge in places], allow_unused=True)
-        for (call, n, _), gradient in zip(places, gradients, strict=True):
-            call.gradients[n] = gradient
+    def bytes_of_inputs(self) -> int:
+        """How much memory the layers' inputs take, each storage counted once."""
+        tensors = [leaf for call in self.calls for leaf in tree_flatten((call.args, call.kwargs))[0]]
+        stored = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
+        return sum(stored.values())
+
+    def _hearer(self, call: Call, output: int) -> Callable[[Tensor | None], None]:
+        def hear(gradient: Tensor | None) -> None:
+            call.gradients[output] = gradient
+            if self._receive is not None and id(call) in self._alone:
+                for name, contribution in self._of(call):
+                    self._receive(name, contribution)
+                call.forget()
+
+        return hear
+
+    @torch.no_grad()
+    def differentiate(self, total: Tensor, receive: Receive | None = None) -> None:
+        """Bring every call its output gradients, and compute nothing else.
+
+        `receive` is given each parameter's contribution as soon as it is whole, so that a layer's inputs and output
+        gradient need not outlive its own turn of the backward pass. Without it they are kept for `contributions`.
+        """
+        uses = Counter(id(p) for call in self.calls for p in self._parameters(call).values())
+        self._alone = {
+            id(call)
+            for call in self.calls
+            if len(call.gradients) == 1 and all(uses[id(p)] == 1 for p in self._parameters(call).values())
+        }
+        self._receive = receive
+        torch.autograd.grad(total, [self._sink], allow_unused=True)
+        if receive is not None:
+            for name, contribution in self.contributions().items():
+                receive(name, contribution)
 
     def contributions(self) -> dict[str, Contribution]:
         """Parameter name → its per-example gradients, summed over all calls and all layers that share it."""
-        found: dict[str, list[Contribution]] = {name: [] for name in self._names.values()}
+        found: dict[str, list[Contribution]] = {}
         for call in self.calls:
-            parameters = dict(call.module.named_parameters())
-            for local, contribution in self.rules[call.module].rule(call).items():
-                name = self._names.get(id(parameters[local]))
-                if name is not None:
-                    found[name].append(contribution)
+            if not call.forgotten:
+                for name, contribution in self._of(call):
+                    found.setdefault(name, []).append(contribution)
         return {
-            name: parts[0] if len(parts) == 1 else Dense(_sum([part.dense() for part in parts]))
+            name: parts[0] if len(parts) == 1 else Dense(torch.stack([part.dense() for part in parts]).sum(0))
             for name, parts in found.items()
-            if parts
         }
 
+    def _parameters(self, call: Call) -> dict[str, nn.Parameter]:
+        return dict(call.module.named_parameters(recurse=self.rules[call.module].whole))
 
-def _sum(parts: list[Tensor]) -> Tensor:
-    return torch.stack(parts).sum(0)
-
-
-def _overhear(call: Call, output: int, position: int) -> Any:
-    def keep(gradients: tuple[Tensor | None, ...]) -> None:
-        call.gradients[output] = gradients[position]
-
-    return keep
+    def _of(self, call: Call) -> Iterator[tuple[str, Contribution]]:
+        parameters = self._parameters(call)
+        for local, contribution in self.rules[call.module].rule(call).items():
+            name = self._names.get(id(parameters[local]))
+            if name is not None:
+                yield name, contribution

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.contributions import Contribution, float32_matmul
-from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, per_example
+from tptopk.gradients.contributions import Budget, Contribution
+from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, per_example, tensors_of
+from tptopk.gradients.precision import check_precision, clip_within, computing_in, forward_in
 from tptopk.gradients.reference import reference_clipped_sum
 from tptopk.gradients.vmap import vmap_contributions
 from tptopk.privacy.plan import SMALLEST_CLIP_NORM
@@ -22,10 +23,18 @@ ENGINES = ("capture", "vmap", "reference")
 
 @dataclass(frozen=True, eq=False)
 class ClippedSum:
-    """Σ_i clip(m ⊙ g_i, C) over the examples of a batch, zero outside the support. Not private yet."""
+    """Σ_i clip(m ⊙ g_i, C) over the examples of a batch, zero outside the support. Not private yet.
 
-    values: Mapping[str, Tensor]
+    `flat` holds the trainable parameters' values laid end to end, in the model's order.
+    """
+
+    flat: Tensor
+    shapes: Mapping[str, torch.Size]
     clip_norm: float
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        return split(self.flat, self.shapes)
 
     def sensitivity(self) -> float:
         """How far one example more or less can move the sum, in l2 norm, whatever the support."""
@@ -34,7 +43,17 @@ class ClippedSum:
     def __add__(self, other: ClippedSum) -> ClippedSum:
         if other.clip_norm != self.clip_norm:
             raise ValueError("sums clipped at different norms do not add up to a sum of known sensitivity")
-        return ClippedSum({name: value + other.values[name] for name, value in self.values.items()}, self.clip_norm)
+        return ClippedSum(self.flat + other.flat, self.shapes, self.clip_norm)
+
+
+def split(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Views of a flat tensor in the parameters' shapes."""
+    parts = torch.split(flat, [shape.numel() for shape in shapes.values()])
+    return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: p.shape for name, p in trainable(model).items()}
 
 
 def clipped_sum(
@@ -45,6 +64,8 @@ def clipped_sum(
     clip_norm: float,
     *,
     engine: str = "capture",
+    precision: str = "fp32",
+    memory_limit: int | None = None,
 ) -> ClippedSum:
     """Mask, then clip, then sum: Σ_i (m ⊙ g_i) · min(1, C / ‖m ⊙ g_i‖₂).
 
@@ -63,18 +84,79 @@ def clipped_sum(
 
     `engine` is ``capture`` (rules per layer; refuses what it cannot do right), ``vmap`` (any model that torch.func
     can batch) or ``reference`` (one example at a time). `probe.choose_engine` finds the fastest that is right.
+    `precision` is ``fp32``, ``tf32`` or ``bf16`` (`gradients/precision.py`).
+    `memory_limit` bounds, in bytes, the per-example gradients kept from the norms to the sum; by default as many as
+    the layers' inputs take. What is not kept is computed again.
     """
     check_number("clip_norm", clip_norm, least=SMALLEST_CLIP_NORM)
+    check_precision(precision)
     if engine not in ENGINES:
         raise Refusal(f"unknown engine {engine!r}{nearest(str(engine), ENGINES)}")
-    losses = per_example(loss)
+    losses = forward_in(per_example(loss), precision)
     if batch_length(batch) == 0:
         return zero_sum(model, clip_norm)
-    # Somebody else's autocast must not round what is clipped and summed; `in_precision` has its own around the forward.
-    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    _refuse_other_devices(model, batch)
+    device = tensors_of(batch)[0].device
+    with computing_in(precision, device):
         if engine == "reference":
-            return ClippedSum(reference_clipped_sum(model, losses, batch, support, clip_norm), clip_norm)
-        return _clip(model, per_example_gradients(model, losses, batch, engine), support, clip_norm)
+            values = reference_clipped_sum(model, losses, batch, support, clip_norm)
+            return ClippedSum(torch.cat([v.flatten() for v in values.values()]), shapes_of(model), clip_norm)
+        clip = Clip(support)
+        gather(model, losses, batch, engine, clip, memory_limit)
+        weights, finite = clip.weights(batch_length(batch), clip_within(clip_norm, precision, device), device)
+        left_out = None if bool(finite.all()) else ~finite
+        return ClippedSum(clip.sum(weights, left_out), shapes_of(model), clip_norm)
+
+
+class Clip:
+    """Takes in contributions as backward brings them; then their clip factors and their weighted sum."""
+
+    def __init__(self, support: Support) -> None:
+        self.support, self.budget = support, Budget(0)
+        self._active: dict[str, Contribution] = {}
+        self._squares: list[Tensor] = []
+
+    @torch.no_grad()
+    def receive(self, name: str, contribution: Contribution) -> None:
+        if not self.support.sizes[name]:
+            return
+        if not self.support.covers(name):
+            contribution.restrict(self.support, name)
+        self._squares.append(contribution.squared_norms(self.budget))
+        self._active[name] = contribution
+
+    @torch.no_grad()
+    def weights(self, batch: int, clip_norm: float, device: torch.device) -> tuple[Tensor, Tensor]:
+        """[B] the factor of each example, zero where its gradient is not finite; and [B] whether it is."""
+        if not self._squares:
+            return torch.zeros(batch, device=device), torch.ones(batch, dtype=torch.bool, device=device)
+        norms = torch.stack(self._squares).sum(0).sqrt()
+        finite = torch.isfinite(norms)
+        return torch.where(finite, (clip_norm / norms).clamp(max=1.0), 0.0).float(), finite
+
+    @torch.no_grad()
+    def sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        """Σ_i weights[i] · gradient[i], the parameters laid end to end in the support's order, which is the model's."""
+        shapes = {name: mask.shape for name, mask in self.support.masks.items()}
+        flat = torch.zeros(self.support.total, device=weights.device)
+        for name, part in split(flat, shapes).items():
+            if name in self._active:
+                part.copy_(self._active.pop(name).weighted_sum(weights, left_out))
+        return flat
+
+
+def gather(
+    model: nn.Module, loss: PerExampleLoss, batch: Batch, engine: str, clip: Clip, memory_limit: int | None
+) -> None:
+    """Run the model forward and backward, and bring every parameter's contribution to `clip`."""
+    if engine == "vmap":
+        for name, contribution in vmap_contributions(model, loss, batch).items():
+            clip.receive(name, contribution)
+        return
+    with Capture(model, batch_length(batch)) as capture, torch.enable_grad():
+        total = checked_losses(loss, model, batch).sum()
+    clip.budget = Budget(capture.bytes_of_inputs() if memory_limit is None else memory_limit)
+    capture.differentiate(total, clip.receive)
 
 
 def per_example_gradients(model: nn.Module, loss: PerExampleLoss, batch: Batch, engine: str) -> dict[str, Contribution]:
@@ -89,26 +171,15 @@ def per_example_gradients(model: nn.Module, loss: PerExampleLoss, batch: Batch, 
 
 
 def zero_sum(model: nn.Module, clip_norm: float) -> ClippedSum:
-    return ClippedSum({n: torch.zeros_like(p, dtype=torch.float32) for n, p in trainable(model).items()}, clip_norm)
+    shapes = shapes_of(model)
+    device = next(iter(trainable(model).values())).device
+    return ClippedSum(torch.zeros(sum(s.numel() for s in shapes.values()), device=device), shapes, clip_norm)
 
 
-@torch.no_grad()
-def _clip(
-    model: nn.Module, contributions: Mapping[str, Contribution], support: Support, clip_norm: float
-) -> ClippedSum:
-    active = {name: c for name, c in contributions.items() if support.sizes[name]}
-    for name, contribution in active.items():
-        if not support.covers(name):
-            contribution.restrict(support, name)
-    values: dict[str, Tensor] = {}
-    if active:
-        with float32_matmul("highest"):
-            norms = torch.stack([c.squared_norms() for c in active.values()]).sum(0).sqrt()  # [B]
-        finite = torch.isfinite(norms)
-        weights = torch.where(finite, (clip_norm / norms).clamp(max=1.0), torch.zeros_like(norms))
-        left_out = None if bool(finite.all()) else ~finite
-        with float32_matmul("highest"):  # norms were taken of gradients as they are, so no input may be rounded now
-            values = {name: c.weighted_sum(weights.float(), left_out) for name, c in active.items()}
-    zeros = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in trainable(model).items() if n not in values}
-    values = {name: values[name] if name in values else zeros[name] for name in trainable(model)}
-    return ClippedSum(values, clip_norm)
+def _refuse_other_devices(model: nn.Module, batch: Batch) -> None:
+    places = {p.device for p in model.parameters()}
+    if len(places) > 1:
+        raise Refusal(f"the model lies on several devices ({', '.join(sorted(map(str, places)))}); move it to one")
+    found = {t.device for t in tensors_of(batch)} - places
+    if found and places:
+        raise Refusal(f"the model is on {places.pop()} and the batch on {found.pop()}; move one to the other")

@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from tptopk.privacy.refusal import Refusal, nearest
-
-PRECISIONS = ("fp32", "bf16")
+from tptopk.privacy.refusal import Refusal
 
 Batch: TypeAlias = Any  # a tensor, or a tuple, list or dict of batches
 PerExampleLoss: TypeAlias = Callable[[nn.Module, Batch], Tensor]  # (model, batch) → [B]
@@ -119,17 +117,3 @@ def checked_losses(loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tens
             "Clipping needs each example's own gradient: do not average over the batch"
         )
     return losses
-
-
-def in_precision(loss: PerExampleLoss, precision: str) -> PerExampleLoss:
-    """Run the forward pass in `fp32` or `bf16`. Per-example gradients, norms and sums are float32 either way."""
-    if precision not in PRECISIONS:
-        raise Refusal(f"unknown precision {precision!r}{nearest(str(precision), PRECISIONS)}")
-    if precision == "fp32":
-        return loss
-
-    def reduced(model: nn.Module, batch: Batch) -> Tensor:
-        with torch.autocast(tensors_of(batch)[0].device.type, dtype=torch.bfloat16):
-            return loss(model, batch).float()
-
-    return reduced

@@ -48,7 +48,7 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
     refuse_foreign_leaves(like)
     losses = per_example(loss)
     with _put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
-        make = _working_maker(model, losses, like)
+        make = working_maker(model, losses, like)
         _refuse_traces(model, losses, make)
         _refuse_mixing(model, losses, make)
         reasons = []
@@ -119,7 +119,7 @@ def made_up(
     return torch.as_tensor(drawn).to(value.dtype).to(value.device)
 
 
-def _working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
+def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
     """The richest made-up values that the model runs on with finite losses: normal inputs and many ids, if it can be."""
     problem: Exception | None = None
     # An id out of range is an error on a CPU but the end of the process's GPU context, so ids are tried on a CPU.
@@ -162,6 +162,11 @@ def lasting_tensors(model: nn.Module) -> dict[str, Tensor]:
                 for n, leaf in enumerate(_tensors_in(value)):
                     found[f"attribute {module_name}.{name}[{n}]"] = leaf
     return found
+
+
+def versions_of(model: nn.Module) -> list[tuple[str, int, int]]:
+    """Changes whenever a parameter, buffer or kept tensor is written to, replaced, added or dropped."""
+    return [(name, id(tensor), tensor._version) for name, tensor in lasting_tensors(model).items()]
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -28,6 +28,8 @@ class Support:
         self.masks = dict(masks)
         self._indices: dict[str, Tensor] = {}
         self._numbers: dict[str, Tensor] = {}
+        self._places: dict[str, Tensor] = {}
+        self._flat: Tensor | None = None
         self._crossings: dict[str, tuple[Tensor | None, Tensor | None, bool]] = {}
         counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
         self.sizes: dict[str, int] = dict(zip(masks, counts, strict=True))
@@ -61,11 +63,12 @@ class Support:
             self._indices[name] = torch.nonzero(self.masks[name].reshape(-1))[:, 0]
         return self._indices[name]
 
-    def as_numbers(self, name: str) -> Tensor:
-        """The mask of a weight [out, …] as a float32 matrix of ones and zeros; made once."""
-        if name not in self._numbers:
-            self._numbers[name] = self.masks[name].reshape(len(self.masks[name]), -1).float()
-        return self._numbers[name]
+    def places(self, name: str) -> Tensor:
+        """For each coordinate of a parameter its number among the active ones, −1 for the inactive; worked out once."""
+        if name not in self._places:
+            mask = self.masks[name].reshape(-1)
+            self._places[name] = torch.where(mask, mask.cumsum(0) - 1, -1).int()
+        return self._places[name]
 
     def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
         """Which rows and columns of a weight [out, …] hold active coordinates (None: all), and whether all they cross are active."""
@@ -74,11 +77,27 @@ class Support:
             rows, columns = mask.any(1), mask.any(0)
             is_product = bool((mask == torch.outer(rows, columns)).all())
             self._crossings[name] = (
-                None if bool(rows.all()) else rows,
-                None if bool(columns.all()) else columns,
+                None if bool(rows.all()) else torch.nonzero(rows)[:, 0],
+                None if bool(columns.all()) else torch.nonzero(columns)[:, 0],
                 is_product,
             )
         return self._crossings[name]
+
+    def as_numbers(self, name: str) -> Tensor:
+        """The mask of a weight [out, …] where its active rows and columns cross, as ones and zeros; made once."""
+        if name not in self._numbers:
+            rows, columns, _ = self.rows_and_columns(name)
+            mask = self.masks[name].reshape(len(self.masks[name]), -1)
+            mask = mask if rows is None else mask.index_select(0, rows)
+            self._numbers[name] = (mask if columns is None else mask.index_select(1, columns)).float()
+        return self._numbers[name]
+
+    @property
+    def flat_indices(self) -> Tensor:
+        """The active coordinates of the whole model, its parameters laid end to end in order; worked out once."""
+        if self._flat is None:
+            self._flat = torch.nonzero(torch.cat([mask.reshape(-1) for mask in self.masks.values()]))[:, 0]
+        return self._flat
 
     def keep(self, name: str, values: Tensor) -> Tensor:
         """`values` with inactive coordinates set to zero, by selection: 0 × NaN would be NaN. Leading axes broadcast."""

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from tptopk.gradients.clipping import ClippedSum, clipped_sum, zero_sum
-from tptopk.gradients.examples import Batch
-from tptopk.gradients.probe import lasting_tensors
+from tptopk.gradients.clipping import ClippedSum, clipped_sum, split, zero_sum
+from tptopk.gradients.examples import Batch, batch_length, take
+from tptopk.gradients.graphs import FixedShapes
+from tptopk.gradients.probe import versions_of
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan
@@ -24,14 +25,17 @@ class Mechanism:
     where B_p is the plan's public expected batch size. The sum's l2 sensitivity is C_p whatever the support m, so a
     step on a Poisson sample costs what the plan's accountant says. The ledger holds the charge before z exists.
 
-    ====================  ==============================================================
+    ====================  ================================================================================
     edge case             what happens
-    ====================  ==============================================================
+    ====================  ================================================================================
     no record was drawn   charged and released all the same: noise over B
     a bad record          contributes zero (see `clipped_sum`)
     inactive coordinate   exactly zero: neither signal nor noise
     a step out of order   refused by the ledger; nothing is drawn
-    ====================  ==============================================================
+    out of memory         the same records again in halves, before any noise is drawn; charged once
+    ====================  ================================================================================
+
+    `replay` records the sums of a support as CUDA graphs, `compiled` as compiled programs (`gradients/graphs.py`).
     """
 
     def __init__(
@@ -42,46 +46,79 @@ class Mechanism:
         ledger: Ledger,
         streams: Streams,
         engine: str = "capture",
+        *,
+        precision: str = "fp32",
+        memory_limit: int | None = None,
+        replay: bool = False,
+        compiled: bool = False,
     ) -> None:
         self._model, self._loss, self._engine = model, loss, engine
         self._plan, self._ledger, self._streams = plan, ledger, streams
+        self._precision, self._memory_limit = precision, memory_limit
+        self._fixed = None
+        if engine == "capture" and (replay or compiled):
+            self._fixed = FixedShapes(model, loss, precision=precision, memory_limit=memory_limit, compiled=compiled)
+        self._most_examples: int | None = None  # that fitted into memory, once more did not
 
     def private_gradient(self, batches: Iterable[Batch], support: Support, phase: int, step: int) -> PrivateGradient:
         """One charged release for the step's records, given in physical batches of any sizes."""
         numbers = self._plan.phases[phase]
         self._ledger.charge(phase, step, support.size)
         total = None
-        untouched = _versions(self._model)
         for batch in batches:
-            part = clipped_sum(self._model, self._loss, batch, support, numbers.clip_norm, engine=self._engine)
+            part = self._sum(batch, support, numbers.clip_norm)
             total = part if total is None else total + part
-        if _versions(self._model) != untouched:
+        return self._release(total or zero_sum(self._model, numbers.clip_norm), support, phase, step)
+
+    def _sum(self, batch: Batch, support: Support, clip_norm: float) -> ClippedSum:
+        """The clipped sum of these very records, in halves where they do not fit into memory."""
+        examples = batch_length(batch)
+        if self._most_examples is None or examples <= self._most_examples:
+            try:
+                return self._whole_sum(batch, support, clip_norm)
+            except torch.OutOfMemoryError as error:
+                if examples == 1:
+                    raise RuntimeError(
+                        "one example does not fit into the device's memory; nothing was released"
+                    ) from error
+            self._most_examples = examples // 2
+            torch.cuda.empty_cache()
+        middle = examples // 2
+        return self._sum(take(batch, slice(0, middle)), support, clip_norm) + self._sum(
+            take(batch, slice(middle, examples)), support, clip_norm
+        )
+
+    def _whole_sum(self, batch: Batch, support: Support, clip_norm: float) -> ClippedSum:
+        found = self._fixed.clipped_sum(batch, support, clip_norm) if self._fixed is not None else None
+        if found is not None:
+            return found
+        untouched = versions_of(self._model)
+        found = clipped_sum(
+            self._model,
+            self._loss,
+            batch,
+            support,
+            clip_norm,
+            engine=self._engine,
+            precision=self._precision,
+            memory_limit=self._memory_limit,
+        )
+        if versions_of(self._model) != untouched:
             raise RuntimeError(
                 "a tensor of the model was changed while gradients were computed, which would carry data past the mechanism; nothing was released"
             )
-        return self._release(total or zero_sum(self._model, numbers.clip_norm), support, phase, step)
+        return found
 
     @torch.no_grad()
     def _release(self, total: ClippedSum, support: Support, phase: int, step: int) -> PrivateGradient:
         numbers = self._plan.phases[phase]
-        noise_std = numbers.noise_multiplier * total.sensitivity()
+        noise = self._streams.normal(support.size, total.flat.device, "noise", phase, step)
+        noise.mul_(numbers.noise_multiplier * total.sensitivity())
         divisor = self._plan.expected_batch_size(numbers)
-        values = {}
-        for name, value in total.values.items():
-            active = support.sizes[name]
-            if not active:
-                values[name] = torch.zeros_like(value)
-                continue
-            noise = self._streams.normal(active, value.device, "noise", phase, step, name).mul_(noise_std)
-            if support.covers(name):
-                values[name] = noise.view(value.shape).add_(value).div_(divisor)
-            else:
-                places = support.indices(name)
-                noise.add_(value.reshape(-1).index_select(0, places)).div_(divisor)
-                values[name] = torch.zeros_like(value).view(-1).index_copy_(0, places, noise).view(value.shape)
-        return PrivateGradient(values, self._plan.noise_std(numbers), phase, step)
-
-
-def _versions(model: nn.Module) -> list[tuple[str, int, int]]:
-    """Changes whenever a parameter, buffer or kept tensor is written to, replaced, added or dropped."""
-    return [(name, id(tensor), tensor._version) for name, tensor in lasting_tensors(model).items()]
+        if support.is_full:
+            flat = total.flat.add_(noise).div_(divisor)
+        else:
+            places = support.flat_indices
+            noise.add_(total.flat.index_select(0, places)).div_(divisor)
+            flat = total.flat.zero_().index_copy_(0, places, noise)
+        return PrivateGradient(split(flat, total.shapes), self._plan.noise_std(numbers), phase, step)

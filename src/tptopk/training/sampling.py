@@ -142,6 +142,8 @@ class PoissonSampler:
 
 
 def micro_batches(records: Records, indices: Tensor, size: int, device: torch.device) -> Iterator[Batch]:
-    """The step's records in physical batches of at most `size`, on the device; nothing when no record was drawn."""
-    for start in range(0, len(indices), size):
-        yield move(records.fetch(indices[start : start + size]), device)
+    """The step's records in even physical batches of at most `size`, on the device; nothing when no record was drawn."""
+    parts = -(-len(indices) // size)
+    for n in range(parts):
+        chosen = indices[n * len(indices) // parts : (n + 1) * len(indices) // parts]
+        yield move(records.fetch(chosen), device)

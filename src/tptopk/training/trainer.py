@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tptopk.gradients.examples import Batch, in_precision, per_example, take
-from tptopk.gradients.probe import choose_engine, refuse_unsuitable
+from tptopk.gradients.clipping import clipped_sum
+from tptopk.gradients.examples import Batch, per_example, take
+from tptopk.gradients.memory import memory_bound, parse_bytes
+from tptopk.gradients.precision import check_precision, computing_in, forward_in
+from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_maker
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count, refuse_unknown_keywords
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
+from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
@@ -32,7 +36,8 @@ from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_bat
 from tptopk.training.updates import Updater, WeightAverage, check_optimizer
 
 _trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
-FLOATS_PER_MICRO_BATCH = 2**27  # half a gibibyte of per-example gradients
+USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of what is free
+MOST_EXAMPLES = {"cpu": 512, "cuda": 8192}  # of one physical batch, unless asked for
 
 
 @refuse_unknown_keywords
@@ -49,8 +54,11 @@ def fit(
     score: str = "paper",
     ratio_schedule: str | RatioSchedule = "constant",
     ema: float | None = None,
-    precision: str = "fp32",
+    precision: str = "tf32",
     micro_batch_size: int | None = None,
+    memory_limit: int | str | None = None,
+    cuda_graphs: bool = True,
+    compile: bool = False,
     engine: str = "auto",
     device: torch.device | str | None = None,
     out: str | Path | None = None,
@@ -67,8 +75,13 @@ def fit(
     `ratio_schedule`: "constant", "linear" or "cosine" from all coordinates down to the plan's active ratio, or a
     callable from progress in [0, 1] to a ratio.
     `ema`: decay of a moving average of the weights; the run's model is then the average.
-    `precision`: "fp32", or "bf16" for the forward pass; gradients are clipped and summed in float32 either way.
-    `micro_batch_size`: records in memory at once; changes memory and time, never the update.
+    `precision`: "fp32"; "tf32", which is fp32 with a GPU's fast matrix products and on a CPU the same; or "bf16". Norms
+    and sums are float32 in each, and what may be rounded is clipped to a little less than C.
+    `micro_batch_size`: records in memory at once; changes memory and time, never the update. By default as many as fit.
+    `memory_limit`: bytes ("4GiB") that one physical batch may take beyond the model; 2 GiB on a CPU, half the free
+    memory of a GPU unless said. Out of memory, a GPU's batch is halved and the same records are taken again.
+    `cuda_graphs`: replay the steps of a support as one recorded graph. `compile`: let torch.compile make that
+    computation faster, at the price of a minute or so at the start and at the switch of phase.
     `engine`: "auto", "capture", "vmap" or "reference" (see `clipped_sum`).
     `out`: a folder for the run. `seed`: repeatable noise and samples, for experiments: such a run must not be released.
     `on_step`: called after every step with its `StepRecord`.
@@ -91,12 +104,10 @@ def fit(
         raise Refusal(
             "ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps"
         )
+    check_precision(precision)
     if micro_batch_size is not None:
         check_count("micro_batch_size", micro_batch_size)
-    elif trainable(model):
-        coordinates = sum(p.numel() for p in trainable(model).values())
-        micro_batch_size = max(1, min(512, FLOATS_PER_MICRO_BATCH // coordinates))
-    losses = in_precision(per_example(loss), precision)
+    limit = parse_bytes(memory_limit) if memory_limit is not None else None
     model.train()
     records.refuse_mixing_collate()
     one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
@@ -105,6 +116,9 @@ def fit(
         records.refuse_mixing_by_length(model, per_example(loss), device)
         if math.isinf(plan.epsilon()):
             raise Refusal("the plan's noise is so small that its ε is infinite")
+        if micro_batch_size is None or limit is not None:
+            fits = _largest_batch(model, per_example(loss), one, plan, engine, precision, limit)
+            micro_batch_size = min(fits, micro_batch_size or MOST_EXAMPLES.get(device.type, 512))
     else:
         refuse_unsuitable(model)
         warnings.warn(
@@ -126,7 +140,17 @@ def fit(
     average = WeightAverage(model, ema) if ema is not None else None
     folder = RunFolder(out, model, plan, config or {}) if out is not None else None
     ledger = Ledger(plan, folder.ledger if folder else None)
-    mechanism = Mechanism(model, losses, plan, ledger, streams, engine)
+    mechanism = Mechanism(
+        model,
+        per_example(loss),
+        plan,
+        ledger,
+        streams,
+        engine,
+        precision=precision,
+        replay=cuda_graphs and device.type == "cuda",
+        compiled=compile,
+    )
     sampler = PoissonSampler(plan.dataset_size, streams)
     updater = Updater(model, optimizer)
 
@@ -142,7 +166,7 @@ def fit(
                 _check_length(records, plan)
                 support = policy.support(phase, step)
                 batches = micro_batches(
-                    records, sampler.sample(phase, step, numbers.sample_rate), micro_batch_size or 1, device
+                    records, sampler.sample(phase, step, numbers.sample_rate), micro_batch_size or 512, device
                 )
                 norm = None
                 if plan.spec.private:
@@ -152,9 +176,10 @@ def fit(
                     updater.apply(private.values, support)
                 else:
                     ledger.charge(phase, step, support.size)
-                    updater.apply(
-                        _ordinary_gradient(model, losses, batches, plan.expected_batch_size(numbers)), support
-                    )
+                    with computing_in(precision, device):
+                        losses = forward_in(per_example(loss), precision)
+                        ordinary = _ordinary_gradient(model, losses, batches, plan.expected_batch_size(numbers))
+                    updater.apply(ordinary, support)
                 rate = float(optimizer.param_groups[0]["lr"])
                 if scheduler is not None:
                     scheduler.step()
@@ -246,6 +271,37 @@ def _settle_device(model: nn.Module, device: torch.device | str | None) -> torch
     if len(places) != 1:
         raise Refusal(f"the model's tensors are on {len(places)} devices; move the whole model to one")
     return places.pop()
+
+
+def _largest_batch(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    like: Batch,
+    plan: Plan,
+    engine: str,
+    precision: str,
+    limit: int | None,
+) -> int:
+    """The most examples whose clipped sum stays within the limit, on all coordinates and on as few as the plan's."""
+    device = next(model.parameters()).device
+    if limit is None:
+        limit = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else USUAL_MEMORY
+    make = working_maker(model, loss, like)
+    supports = [Support.full(model)]
+    if plan.spec.sparse:
+        generator = torch.Generator().manual_seed(0)
+        scores = {n: torch.rand(p.shape, generator=generator).to(device) for n, p in trainable(model).items()}
+        supports.append(top_k(scores, plan.active_coordinates(sum(s.numel() for s in scores.values()))))
+    bounds = [
+        memory_bound(
+            lambda n, support=support: clipped_sum(  # type: ignore[misc]
+                model, loss, make(0, n), support, 1.0, engine=engine, precision=precision
+            ),
+            device,
+        )
+        for support in supports
+    ]
+    return min(bound.largest_batch(limit) for bound in bounds)
 
 
 def _ordinary_gradient(

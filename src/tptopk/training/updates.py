@@ -75,7 +75,8 @@ class Updater:
             self._optimizer.step()
         finally:  # even when interrupted inside the step
             for name, old in before.items():
-                self._parameters[name].copy_(torch.where(support[name], self._parameters[name], old))
+                p = self._parameters[name]
+                torch.where(support[name], p, old, out=p)
             for p in self._parameters.values():
                 p.grad = None
 

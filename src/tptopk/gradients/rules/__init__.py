@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 
 from tptopk.gradients.contributions import Contribution
 
@@ -25,9 +24,12 @@ class Call:
     batch: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    edges: list[GradientEdge | None]  # one for each output tensor, None where it needs no gradient
-    shapes: list[tuple[int, ...]]
-    gradients: list[Tensor | None] = field(default_factory=list)
+    gradients: list[Tensor | None]  # one for each output tensor, None where the loss does not depend on it
+    forgotten: bool = False
+
+    def forget(self) -> None:
+        """Let go of the tensors: the call has been made into contributions."""
+        self.args, self.kwargs, self.gradients, self.forgotten = (), {}, [], True
 
     @property
     def input(self) -> Tensor:

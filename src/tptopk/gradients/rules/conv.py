@@ -6,13 +6,15 @@ a copy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tptopk.gradients.contributions import Contribution, Dense, Products
+from tptopk.gradients.contributions import Contribution, Dense
+from tptopk.gradients.products import Products, Windows
 from tptopk.gradients.rules import Call, rule_for
 
 Convolution = nn.Conv1d | nn.Conv2d | nn.Conv3d
@@ -24,23 +26,39 @@ def convolution(call: Call) -> dict[str, Contribution]:
     if g is None:
         return {}
     layer = cast(Convolution, call.module)
-    batch, groups = g.shape[0], layer.groups
-    positions = g.shape[2:]
-
-    def view() -> Tensor:  # made when it is needed: it repeats every input once for each element of the kernel
-        return windows(padded(call.input, layer), layer, positions).reshape(batch, groups, -1, positions.numel())
-
-    g = g.reshape(batch, groups, -1, positions.numel())  # [B, G, C_out/G, S]
+    x, positions = padded(call.input, layer), g.shape[2:]
     found: dict[str, Contribution] = {}
-    if groups == 1:
+    if layer.groups == 1:
         found["weight"] = Products(
-            g[:, 0].transpose(1, 2), lambda: view()[:, 0].transpose(1, 2), tuple(layer.weight.shape)
+            g.flatten(2).transpose(1, 2),
+            windows(x, layer, positions),
+            tuple(layer.weight.shape),
+            _library_sum(layer, positions),
         )
     else:
-        found["weight"] = Dense(torch.matmul(g, view().transpose(2, 3)).view(batch, *layer.weight.shape))
+        separate = windows(
+            x.reshape(len(x) * layer.groups, -1, *x.shape[2:]), layer, positions
+        ).written()  # [B·G, T, d]
+        apart = g.reshape(len(g) * layer.groups, -1, positions.numel())  # [B·G, C_out/G, T]
+        found["weight"] = Dense(torch.bmm(apart, separate).view(len(g), *layer.weight.shape))
     if layer.bias is not None:
-        found["bias"] = Dense(g.sum(3).view(batch, -1))
+        found["bias"] = Dense(g.flatten(2).sum(2))
     return found
+
+
+def _library_sum(layer: Convolution, positions: torch.Size) -> Callable[[Tensor, Tensor], Tensor]:
+    """The convolution's own weight gradient, summed over examples."""
+    weight, stride, dilation = layer.weight.detach(), layer.stride, layer.dilation
+
+    def add_up(g: Tensor, x: Tensor) -> Tensor:
+        zeros = [0] * len(positions)
+        output = g.transpose(1, 2).reshape(len(g), -1, *positions)
+        whole = torch.ops.aten.convolution_backward(
+            output, x, weight, None, stride, zeros, dilation, False, zeros, 1, (False, True, False)
+        )
+        return cast(Tensor, whole[1])
+
+    return add_up
 
 
 def padded(x: Tensor, layer: Convolution) -> Tensor:
@@ -49,13 +67,14 @@ def padded(x: Tensor, layer: Convolution) -> Tensor:
     return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
 
 
-def windows(x: Tensor, layer: Convolution, positions: torch.Size) -> Tensor:
-    """[B, C, *kernel, *positions]: a view of x [B, C, *space] that repeats elements instead of copying them."""
+def windows(x: Tensor, layer: Convolution, positions: torch.Size) -> Windows:
+    """Every position's window of x [B, C, *space], with C · kernel columns."""
     steps = x.stride()[2:]
-    sizes = (*x.shape[:2], *layer.kernel_size, *positions)
-    strides = (
-        *x.stride()[:2],
-        *(s * d for s, d in zip(steps, layer.dilation, strict=True)),
-        *(s * d for s, d in zip(steps, layer.stride, strict=True)),
+    return Windows(
+        x,
+        (tuple(positions), tuple(s * n for s, n in zip(steps, layer.stride, strict=True))),
+        (
+            (x.shape[1], *layer.kernel_size),
+            (x.stride(1), *(s * n for s, n in zip(steps, layer.dilation, strict=True))),
+        ),
     )
-    return x.as_strided(sizes, strides, x.storage_offset())

@@ -31,6 +31,5 @@ def embedding(call: Call) -> dict[str, Contribution]:
     values = gradient.reshape(-1, gradient.shape[-1])  # [B·T, D]
     example, row = example.reshape(-1), ids.reshape(-1).long()
     if layer.padding_idx is not None:  # torch gives the padding row no gradient
-        kept = row != layer.padding_idx
-        example, row, values = example[kept], row[kept], values[kept]
+        values = values.masked_fill((row == layer.padding_idx)[:, None], 0.0)
     return {"weight": Rows(example, row, values, call.batch, layer.num_embeddings)}

@@ -1,0 +1,185 @@
+"""Clipped sums of fixed shape: a whole computation replayed as one CUDA graph, compiled or not.
+
+A small network's step is bound by launching its kernels and by Python, not by arithmetic. Here a batch is padded to a
+fixed shape with examples of weight zero, the computation of `clipped_sum` is recorded once, and then replayed. Only
+gradients are computed inside: noise is drawn elsewhere, afresh at every step.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tptopk.gradients.clipping import Clip, ClippedSum, gather, shapes_of
+from tptopk.gradients.examples import Batch, batch_length, per_example
+from tptopk.gradients.precision import clip_within, computing_in, forward_in
+from tptopk.gradients.probe import versions_of
+from tptopk.supports.support import Support
+
+Program = Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]]  # leaves, which are real → flat sum, all finite
+
+
+@dataclass
+class _Recorded:
+    """One computation with the tensors it reads and writes."""
+
+    leaves: list[Tensor]
+    real: Tensor  # [size] ones, and zeros for padding
+    run: Callable[[], tuple[Tensor, Tensor]]
+    examples: int = -1  # how many of `real` are ones
+
+
+class FixedShapes:
+    """Makes the clipped sums of `clipped_sum`'s capture engine, for one model and one support after another.
+
+    The first batch on a support goes the ordinary way, so that supports that change at every step cost no recording.
+    A model that cannot be recorded is said to be so once, and goes the ordinary way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[..., Tensor],
+        *,
+        precision: str = "fp32",
+        memory_limit: int | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self._model, self._precision, self._memory_limit = model, precision, memory_limit
+        self._loss = forward_in(per_example(loss), precision)
+        self._compiled = compiled
+        self._support: Support | None = None
+        self._place: object = None
+        self._recorded: dict[Any, _Recorded] = {}
+        self._refused = False
+        self._pool: Any = None
+
+    def clipped_sum(self, batch: Batch, support: Support, clip_norm: float) -> ClippedSum | None:
+        """The sum; None where the batch has to go the ordinary way."""
+        place = _place(self._model)
+        if support is not self._support or place != self._place:
+            self._recorded.clear()
+            self._support, self._place = support, place
+            return None
+        leaves, structure = tree_flatten(batch)
+        examples = batch_length(batch)
+        if self._refused or not examples or not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return None
+        device = leaves[0].device
+        size = fixed_size(examples)
+        key = (size, structure, clip_norm, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
+        with computing_in(self._precision, device), torch.no_grad():
+            if key not in self._recorded:
+                try:
+                    self._recorded[key] = self._record(leaves, structure, size, clip_norm)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:
+                    self._refused = True
+                    reason = (str(error).splitlines() or [type(error).__name__])[0]
+                    warnings.warn(
+                        f"steps run one kernel at a time, since this model cannot be recorded: {reason}", stacklevel=2
+                    )
+                    return None
+            recorded = self._recorded[key]
+            _fill(recorded, leaves, examples)
+            flat, finite = recorded.run()
+            if not bool(finite):  # an example that must be left out by selection: the ordinary way does that
+                return None
+            return ClippedSum(flat.clone(), shapes_of(self._model), clip_norm)
+
+    def _record(self, leaves: list[Tensor], structure: Any, size: int, clip_norm: float) -> _Recorded:
+        support, device = self._support, leaves[0].device
+        assert support is not None
+        within = clip_within(clip_norm, self._precision, device)
+
+        def program(leaves: list[Tensor], real: Tensor) -> tuple[Tensor, Tensor]:
+            clip = Clip(support)
+            gather(self._model, self._loss, tree_unflatten(leaves, structure), "capture", clip, self._memory_limit)
+            weights, finite = clip.weights(size, within, device)
+            return clip.sum(weights * real, None), finite.all()
+
+        fixed = [leaf.new_empty(size, *leaf.shape[1:]) for leaf in leaves]
+        recorded = _Recorded(fixed, torch.empty(size, device=device), lambda: (torch.empty(0), torch.empty(0)))
+        _fill(recorded, leaves, batch_length(leaves))
+        with _unmoved(self._model, device):
+            made = _traced(program, recorded) if self._compiled else program
+            if device.type != "cuda":
+                recorded.run = lambda: made(recorded.leaves, recorded.real)
+            else:
+                recorded.run = self._as_graph(made, recorded)
+        return recorded
+
+    def _as_graph(self, program: Program, recorded: _Recorded) -> Callable[[], tuple[Tensor, Tensor]]:
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # lets libraries choose their kernels, and tables be made, outside the recording
+                program(recorded.leaves, recorded.real)
+        torch.cuda.current_stream().wait_stream(side)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            outputs = program(recorded.leaves, recorded.real)
+
+        def replay() -> tuple[Tensor, Tensor]:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+def fixed_size(examples: int) -> int:
+    """The next of about eight sizes to each power of two, so that padding adds at most an eighth."""
+    grain: int = max(1, 2 ** (examples.bit_length() - 4))
+    return -(-examples // grain) * grain
+
+
+def _traced(program: Program, recorded: _Recorded) -> Program:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(program)(recorded.leaves, recorded.real)
+    return torch.compile(traced, dynamic=False)
+
+
+def _fill(recorded: _Recorded, leaves: list[Tensor], examples: int) -> None:
+    for fixed, leaf in zip(recorded.leaves, leaves, strict=True):
+        fixed[:examples].copy_(leaf)
+        if examples < len(fixed):
+            fixed[examples:].copy_(leaf[:1].expand(len(fixed) - examples, *leaf.shape[1:]))
+    if recorded.examples != examples:
+        recorded.real[:examples] = 1.0
+        recorded.real[examples:] = 0.0
+        recorded.examples = examples
+
+
+def _place(model: nn.Module) -> object:
+    """Changes whenever a recording would read memory that the model no longer uses, or run in another mode."""
+    tensors = (*model.parameters(), *model.buffers())
+    return [t.data_ptr() for t in tensors], [module.training for module in model.modules()]
+
+
+@contextmanager
+def _unmoved(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Refuses a forward pass that writes to the model, or throws dice on the host: a recording repeats one throw for ever."""
+
+    def state() -> tuple[Any, ...]:
+        on_host = torch.get_rng_state().tolist() if device.type == "cuda" else None
+        return versions_of(model), random.getstate(), str(np.random.get_state()), on_host
+
+    before = state()
+    yield
+    after = state()
+    if after[0] != before[0]:
+        raise RuntimeError("its forward pass writes to the model")
+    if after != before:
+        raise RuntimeError("its forward pass draws random numbers on the host")

@@ -1,0 +1,244 @@
+"""Gradients of a matrix known by their factors: Σ_t g_t ⊗ x_t over the positions t at which a layer used the matrix.
+
+Ways to their norms, each exact, and what follows for the clipped sum (p × d the matrix, k of it active, T positions):
+
+============  =====================================  ====================  ===========================================
+way           when                                   the norms cost        then the clipped sum
+============  =====================================  ====================  ===========================================
+closed form   T = 1                                  p + d, masked 2pd     one matrix product over all examples
+ghost         rows × columns active, T ≤ pd/2(p+d)   2T²(p + d)            one matrix product over all examples, positions
+kept          otherwise, while the budget lasts      2Tpd                  the k written numbers, added up
+recomputed    when it does not                       2Tpd                  one matrix product over all examples, positions
+============  =====================================  ====================  ===========================================
+
+A norm that comes out too small breaks the clip, so each way guards against it. Kept gradients are clipped as they
+were written, whatever was rounded on the way. A sum that is made anew from g and x multiplies, in tf32, numbers that
+were rounded to tf32 before the norm was taken; the scaled g goes in as two parts, so that scaling rounds nothing.
+Ghost products cancel: in float32 mode they are added up in float64; in tf32 mode the norm is raised by the most that
+rounding can have taken from it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tptopk.gradients import kernels
+from tptopk.gradients.contributions import Budget, Dense, squared_norms_of
+from tptopk.gradients.precision import in_two, may_round, to_tf32
+from tptopk.supports.support import Support
+
+Axes = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
+
+
+@dataclass
+class Windows:
+    """The numbers x[b, t, j] that a matrix met, as they lie in memory: nothing is copied until it must be.
+
+    Position t and column j are each several axes (a convolution's rows and columns; its channels, kernel rows and
+    kernel columns) of a view that repeats elements of `base` [B, …].
+    """
+
+    base: Tensor
+    positions: Axes
+    columns: Axes
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.positions[0])
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.columns[0])
+
+    def written(self) -> Tensor:
+        """[B, T, d]"""
+        batch, base = len(self.base), self.base
+        sizes = (batch, *self.columns[0], *self.positions[0])
+        strides = (base.stride(0), *self.columns[1], *self.positions[1])
+        if self.columns[1] == (1,):  # rows of a matrix: no window overlaps another
+            return base.as_strided((batch, self.count, self.width), (base.stride(0), *self.positions[1], 1))
+        return base.as_strided(sizes, strides).reshape(batch, self.width, self.count).transpose(1, 2)
+
+    def offsets(self) -> tuple[Tensor, Tensor]:
+        """x[b, t, j] lies positions[t] + columns[j] elements after the start of base[b]."""
+        return _offsets(self.positions, self.base.device), _offsets(self.columns, self.base.device)
+
+
+@lru_cache(maxsize=1024)
+def _offsets(axes: Axes, device: torch.device) -> Tensor:
+    found = torch.zeros(1, dtype=torch.int32, device=device)
+    for size, stride in zip(*axes, strict=True):
+        found = (found[:, None] + stride * torch.arange(size, dtype=torch.int32, device=device)).flatten()
+    return found
+
+
+class Products:
+    """Per-example gradients Σ_t g_t ⊗ x_t of one matrix."""
+
+    def __init__(
+        self,
+        gradients: Tensor,
+        inputs: Windows,
+        shape: tuple[int, ...],
+        library_sum: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
+        """`gradients` [B, T, p]; `shape` is the parameter's own.
+
+        `library_sum(g [B, T, p], base)` adds up g_t ⊗ x_t over examples and positions by the layer's own kernel.
+        """
+        self.g, self.x, self.shape = gradients, inputs, torch.Size(shape)
+        self._library_sum = library_sum
+        self._support: Support | None = None  # None where every coordinate is active
+        self._name = ""
+        self._rows: Tensor | None = None  # indices of rows and columns with an active coordinate; None: all
+        self._columns: Tensor | None = None
+        self._is_product = True  # whether all that rows and columns cross is active
+        self._kept: Dense | None = None
+        self._factored: tuple[Tensor, Tensor] | None = None  # g [B, T, p'], x [B, T, d'] of active rows and columns
+
+    def restrict(self, support: Support, name: str) -> None:
+        self._support, self._name = support, name
+        self._rows, self._columns, self._is_product = support.rows_and_columns(name)
+
+    @property
+    def way(self) -> str:
+        """Ghost where it is cheaper than writing out, `kept` or `recomputed` as the budget then says."""
+        if self.x.count == 1:
+            return "closed form"
+        p = self.g.shape[2] if self._rows is None else len(self._rows)
+        d = self.x.width if self._columns is None else len(self._columns)
+        return "ghost" if self._is_product and 2 * self.x.count * (p + d) <= p * d else "written out"
+
+    def squared_norms(self, budget: Budget) -> Tensor:
+        if self.way == "closed form":
+            return self._closed_form()
+        if self.way == "ghost":
+            return self._ghost()
+        active = self.shape.numel() if self._support is None else self._support.sizes[self._name]
+        if budget.take(len(self.g) * active):
+            norms, self._kept = self._written(keep=True)
+            self.g = self.x.base = self.g.new_empty(0)  # no longer needed
+            return norms
+        if may_round(self.g):
+            self.g, self.x.base = to_tf32(self.g), to_tf32(self.x.base)
+        return self._written(keep=False)[0]
+
+    def _factors(self) -> tuple[Tensor, Tensor]:
+        """g [B, T, p'] and x [B, T, d'] in active rows and columns only: what is not finite elsewhere must not matter."""
+        g, x = self.g, self.x.written()
+        g = g if self._rows is None else g.index_select(2, self._rows)
+        return g, x if self._columns is None else x.index_select(2, self._columns)
+
+    def _closed_form(self) -> Tensor:
+        """‖(g ⊗ x) ∘ M‖² = Σ_ij g_i² M_ij x_j²."""
+        self._factored = self._factors()
+        g, x = (factor[:, 0] for factor in self._factored)
+        if self._is_product or self._support is None:
+            return squared_norms_of(g) * squared_norms_of(x)
+        mask = self._support.as_numbers(self._name)  # [p', d'] of ones and zeros
+        g_scale, x_scale = (v.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) for v in (g, x))
+        products = ((g / g_scale).square() @ mask) * (x / x_scale).square()  # [B, d'], no square underflows
+        return products.double().sum(1) * (g_scale.double() * x_scale.double()).square()[:, 0]
+
+    def _ghost(self) -> Tensor:
+        """‖Σ_t g_t ⊗ x_t‖² = Σ_ts ⟨g_t, g_s⟩⟨x_t, x_s⟩."""
+        g, x = self._factors()
+        if not may_round(g):
+            self._factored = g, x
+            gg, xx = (f.double() @ f.double().transpose(1, 2) for f in (g, x))
+            return (gg * xx).sum((1, 2)).clamp(min=0.0)
+        self._factored = g, x = to_tf32(g), to_tf32(x)
+        gg, xx = ((f @ f.transpose(1, 2)).double() for f in (g, x))
+        # Each entry is off by at most ‖g_t‖‖g_s‖ (or x) times this: float32 additions, of at least four products each.
+        off = (g.shape[2] + x.shape[2]) / 4 * 2.0**-23 + 2.0**-20
+        most = (gg.diagonal(dim1=1, dim2=2) * xx.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(1).square()
+        return (gg * xx).sum((1, 2)).clamp(min=0.0) + off * most
+
+    def _written(self, keep: bool) -> tuple[Tensor, Dense | None]:
+        """Squared norms of the gradients written out, a whole batch at once or piece by piece; and the gradients."""
+        if kernels.usable(self.g) and may_round(self.g) and self.x.columns[1] != (1,):
+            return self._by_kernel(keep)
+        active = self.shape.numel() if self._support is None else self._support.sizes[self._name]
+        kept = self.g.new_empty(len(self.g), active) if keep else None
+        norms = []
+        numbers = PIECE["cuda" if self.g.is_cuda else "cpu"] // (self.shape.numel() + self.x.count * self.x.width)
+        for start in range(0, len(self.g), max(1, numbers)):
+            piece = slice(start, start + max(1, numbers))
+            x = Windows(self.x.base[piece], self.x.positions, self.x.columns).written()
+            values = self._outer(self.g[piece], x).flatten(1)
+            if self._support is not None:
+                values = values.index_select(1, self._support.indices(self._name))
+            norms.append(squared_norms_of(values))
+            if kept is not None:
+                kept[piece] = values
+        found = None if kept is None else Dense.of_active(kept, self.shape, self._support, self._name)
+        return torch.cat(norms), found
+
+    def _by_kernel(self, keep: bool) -> tuple[Tensor, Dense | None]:
+        places = None if self._support is None else self._support.places(self._name)
+        active = self.shape.numel() if self._support is None else self._support.sizes[self._name]
+        positions, columns = self.x.offsets()
+        squares, values = kernels.write_products(
+            self.g, self.x.base, positions, columns, places, active if keep else 0, list(self.x.base.stride())
+        )
+        norms = squares.double().sum(1)
+        return norms, Dense.of_active(values, self.shape, self._support, self._name) if keep else None
+
+    def _outer(self, g: Tensor, x: Tensor) -> Tensor:
+        return torch.bmm(g.transpose(1, 2), x).view(len(g), *self.shape)
+
+    def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
+        if self._kept is not None:
+            return self._kept.weighted_sum(weights, left_out)
+        if self._factored is None:
+            g, x = self.g * weights[:, None, None], self.x.base
+            if left_out is not None:
+                g, x = g.masked_fill(left_out[:, None, None], 0.0), x.masked_fill(_like(left_out, x), 0.0)
+            total = self._parts(g, lambda part: self._whole_sum(part, x)).view(self.shape)
+        else:
+            g, x = self._factored
+            g = g * weights[:, None, None]
+            if left_out is not None:
+                g, x = (v.masked_fill(left_out[:, None, None], 0.0) for v in (g, x))
+            flat = x.flatten(0, 1)
+            total = self._spread(self._parts(g, lambda part: part.flatten(0, 1).T @ flat))
+        if self._support is None or (self._is_product and self._factored is not None):
+            return total
+        return self._support.keep(self._name, total)
+
+    def _parts(self, g: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
+        """One position rounds each product by itself, which the slack of the clip covers; more could cancel."""
+        if self.x.count == 1 or not may_round(g):
+            return add_up(g)
+        high, low = in_two(g)
+        return add_up(high) + add_up(low)
+
+    def _whole_sum(self, g: Tensor, base: Tensor) -> Tensor:
+        if self._library_sum is not None:
+            return self._library_sum(g, base)
+        return g.flatten(0, 1).T @ Windows(base, self.x.positions, self.x.columns).written().flatten(0, 1)
+
+    def _spread(self, total: Tensor) -> Tensor:
+        """Put rows and columns that were picked back into their places."""
+        if self._columns is not None:
+            total = total.new_zeros(len(total), self.x.width).index_copy_(1, self._columns, total)
+        if self._rows is not None:
+            total = total.new_zeros(self.shape[0], self.x.width).index_copy_(0, self._rows, total)
+        return total.view(self.shape)
+
+    def dense(self) -> Tensor:
+        values = self._outer(self.g, self.x.written())
+        return values if self._support is None else self._support.keep(self._name, values)
+
+
+PIECE = {"cpu": 2**21, "cuda": 2**26}  # numbers of windows and gradients written out at once: 8 MiB, 256 MiB
+
+
+def _like(examples: Tensor, values: Tensor) -> Tensor:
+    return examples.view(-1, *[1] * (values.dim() - 1))
