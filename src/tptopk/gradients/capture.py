@@ -120,12 +120,6 @@ class Capture:
         self.calls.append(call)
         return tree_unflatten(leaves, structure)
 
-    def bytes_of_inputs(self) -> int:
-        """How much memory the layers' inputs take, each storage counted once."""
-        tensors = [leaf for call in self.calls for leaf in tree_flatten((call.args, call.kwargs))[0]]
-        stored = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)}
-        return sum(stored.values())
-
     def _hearer(self, call: Call, output: int) -> Callable[[Tensor | None], None]:
         def hear(gradient: Tensor | None) -> None:
             call.gradients[output] = gradient

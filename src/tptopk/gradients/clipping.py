@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tptopk.gradients.capture import Capture
 from tptopk.gradients.contributions import Budget, Contribution
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, per_example, tensors_of
-from tptopk.gradients.precision import check_precision, clip_within, computing_in, forward_in
+from tptopk.gradients.precision import check_precision, clip_factors, computing_in, forward_in, slack
 from tptopk.gradients.reference import reference_clipped_sum
 from tptopk.gradients.vmap import vmap_contributions
 from tptopk.privacy.plan import SMALLEST_CLIP_NORM
@@ -85,8 +85,8 @@ def clipped_sum(
     `engine` is ``capture`` (rules per layer; refuses what it cannot do right), ``vmap`` (any model that torch.func
     can batch) or ``reference`` (one example at a time). `probe.choose_engine` finds the fastest that is right.
     `precision` is ``fp32``, ``tf32`` or ``bf16`` (`gradients/precision.py`).
-    `memory_limit` bounds, in bytes, the per-example gradients kept from the norms to the sum; by default as many as
-    the layers' inputs take. What is not kept is computed again.
+    `memory_limit` bounds, in bytes, the per-example gradients kept from the norms to the sum; by default a layer's are
+    kept where they take at most eight times as much as its input and output. What is not kept is computed again.
     """
     check_number("clip_norm", clip_norm, least=SMALLEST_CLIP_NORM)
     check_precision(precision)
@@ -103,7 +103,7 @@ def clipped_sum(
             return ClippedSum(torch.cat([v.flatten() for v in values.values()]), shapes_of(model), clip_norm)
         clip = Clip(support)
         gather(model, losses, batch, engine, clip, memory_limit)
-        weights, finite = clip.weights(batch_length(batch), clip_within(clip_norm, precision, device), device)
+        weights, finite = clip.weights(batch_length(batch), clip_norm, slack(precision, device), device)
         left_out = None if bool(finite.all()) else ~finite
         return ClippedSum(clip.sum(weights, left_out), shapes_of(model), clip_norm)
 
@@ -112,9 +112,10 @@ class Clip:
     """Takes in contributions as backward brings them; then their clip factors and their weighted sum."""
 
     def __init__(self, support: Support) -> None:
-        self.support, self.budget = support, Budget(0)
+        self.support, self.budget = support, Budget(None)
         self._active: dict[str, Contribution] = {}
         self._squares: list[Tensor] = []
+        self._roundings: list[Tensor] = []
 
     @torch.no_grad()
     def receive(self, name: str, contribution: Contribution) -> None:
@@ -123,16 +124,18 @@ class Clip:
         if not self.support.covers(name):
             contribution.restrict(self.support, name)
         self._squares.append(contribution.squared_norms(self.budget))
+        if contribution.rounding is not None:
+            self._roundings.append(contribution.rounding)
         self._active[name] = contribution
 
     @torch.no_grad()
-    def weights(self, batch: int, clip_norm: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    def weights(self, batch: int, clip_norm: float, slack: float, device: torch.device) -> tuple[Tensor, Tensor]:
         """[B] the factor of each example, zero where its gradient is not finite; and [B] whether it is."""
         if not self._squares:
             return torch.zeros(batch, device=device), torch.ones(batch, dtype=torch.bool, device=device)
         norms = torch.stack(self._squares).sum(0).sqrt()
-        finite = torch.isfinite(norms)
-        return torch.where(finite, (clip_norm / norms).clamp(max=1.0), 0.0).float(), finite
+        roundings = torch.stack(self._roundings).sum(0).sqrt() if self._roundings else 0.0
+        return clip_factors(norms, roundings, clip_norm, slack).float(), torch.isfinite(norms)
 
     @torch.no_grad()
     def sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
@@ -155,7 +158,7 @@ def gather(
         return
     with Capture(model, batch_length(batch)) as capture, torch.enable_grad():
         total = checked_losses(loss, model, batch).sum()
-    clip.budget = Budget(capture.bytes_of_inputs() if memory_limit is None else memory_limit)
+    clip.budget = Budget(memory_limit)
     capture.differentiate(total, clip.receive)
 
 

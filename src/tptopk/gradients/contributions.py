@@ -20,17 +20,21 @@ CHUNK = 4096  # coordinates added up in float32 before float64 takes over
 class Budget:
     """Bytes of per-example gradients that may still be kept, from the norms to the clipped sum, to be used again."""
 
-    def __init__(self, bytes_left: int) -> None:
-        self.bytes_left = bytes_left
+    def __init__(self, limit: int | None) -> None:
+        self._left = limit
 
     def take(self, numbers: int) -> bool:
         """Take room for that many float32 numbers, if there is room."""
-        fits = 4 * numbers <= self.bytes_left
-        self.bytes_left -= 4 * numbers if fits else 0
+        if self._left is None:
+            return True
+        fits = 4 * numbers <= self._left
+        self._left -= 4 * numbers if fits else 0
         return fits
 
 
 class Contribution(Protocol):
+    rounding: Tensor | None  # [B] the most, squared, that rounding can still add to an unclipped gradient
+
     def restrict(self, support: Support, name: str) -> None:
         """Leave out the inactive coordinates of parameter `name`, by selection."""
 
@@ -60,6 +64,8 @@ def squared_norms_of(values: Tensor) -> Tensor:
 
 class Dense:
     """Gradients written out, [B, *shape]; once restricted, only their active coordinates, [B, k]."""
+
+    rounding: Tensor | None = None
 
     def __init__(self, values: Tensor) -> None:
         self.values = values.float()
@@ -98,6 +104,8 @@ class Dense:
 
 class Rows:
     """Gradients of a table of which each example touches few rows: memory grows with what is touched, not with B × table."""
+
+    rounding: Tensor | None = None
 
     def __init__(self, example: Tensor, row: Tensor, values: Tensor, batch: int, rows: int) -> None:
         """Occurrence n adds values[n] to row[n] of example[n]'s gradient."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk.gradients.clipping import Clip, ClippedSum, gather, shapes_of
 from tptopk.gradients.examples import Batch, batch_length, per_example
-from tptopk.gradients.precision import clip_within, computing_in, forward_in
+from tptopk.gradients.precision import computing_in, forward_in, slack
 from tptopk.gradients.probe import versions_of
 from tptopk.supports.support import Support
 
@@ -100,12 +100,11 @@ class FixedShapes:
     def _record(self, leaves: list[Tensor], structure: Any, size: int, clip_norm: float) -> _Recorded:
         support, device = self._support, leaves[0].device
         assert support is not None
-        within = clip_within(clip_norm, self._precision, device)
 
         def program(leaves: list[Tensor], real: Tensor) -> tuple[Tensor, Tensor]:
             clip = Clip(support)
             gather(self._model, self._loss, tree_unflatten(leaves, structure), "capture", clip, self._memory_limit)
-            weights, finite = clip.weights(size, within, device)
+            weights, finite = clip.weights(size, clip_norm, slack(self._precision, device), device)
             return clip.sum(weights * real, None), finite.all()
 
         fixed = [leaf.new_empty(size, *leaf.shape[1:]) for leaf in leaves]

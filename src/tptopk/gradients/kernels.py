@@ -1,14 +1,15 @@
-"""A Triton kernel for CUDA: per-example gradients of a convolution, their active coordinates and squared norms in one pass.
+"""Triton kernels for CUDA, each one pass over memory where PyTorch takes several.
 
-It reads windows where they lie instead of copying them, multiplies in tf32, and writes only what is to be kept. The
-PyTorch path of `products.py` is its reference, and serves wherever Triton is not.
+`write_products` makes the per-example gradients of a convolution from its windows where they lie, in tf32, and squares
+them; `pick` takes the active coordinates out of gradients and squares them; `round_to_tf32` scales
+and rounds. The PyTorch paths of `products.py` and `precision.py` are their references, and serve wherever Triton is not.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from functools import cache
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -20,12 +21,11 @@ def usable(values: Tensor) -> bool:
 
 @torch.library.custom_op("tptopk::write_products", mutates_args=())
 def write_products(
-    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, places: Tensor | None, keep: int, strides: list[int]
+    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, keep: bool, strides: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """[B, tiles] squared norms of Σ_t g[b, t] ⊗ x[b, t] on the active coordinates, and [B, keep] those coordinates.
+    """[B, tiles] squared norms of Σ_t g[b, t] ⊗ x[b, t], and [B, p·d] those gradients themselves if they are to be kept.
 
-    x[b, t, j] lies `positions[t] + columns[j]` elements after the start of base[b], whose strides must be `strides`;
-    `places` [p, d] numbers the active coordinates from 0 and holds −1 elsewhere; None means that all are active.
+    x[b, t, j] lies `positions[t] + columns[j]` elements after the start of base[b], whose strides must be `strides`.
     """
     if list(base.stride()) != strides:
         raise RuntimeError("the inputs lie in memory otherwise than their offsets say")
@@ -33,34 +33,70 @@ def write_products(
     rows, across, warps = (32, 128, 4) if p <= 32 else (64, 128, 4) if p <= 64 else (128, 128, 8)
     tiles = -(-p // rows) * -(-d // across)
     squares = torch.empty(batch, tiles, device=g.device)
-    values = torch.empty(batch, keep, device=g.device)
-    _kernel()[(tiles, batch)](
-        g, base, positions, columns, places, values, squares, count, p, d, keep, *g.stride(), base.stride(0),
-        MASKED=places is not None, KEEP=keep > 0, T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=3,
+    values = torch.empty(batch, p * d if keep else 0, device=g.device)
+    _kernels().write[(tiles, batch)](
+        g, base, positions, columns, values, squares, count, p, d, *g.stride(), base.stride(0),
+        KEEP=keep, T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return squares, values
 
 
 @write_products.register_fake
 def _(
-    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, places: Tensor | None, keep: int, strides: list[int]
+    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, keep: bool, strides: list[int]
 ) -> tuple[Tensor, Tensor]:
     p, d = g.shape[2], len(columns)
     rows = 32 if p <= 32 else 64 if p <= 64 else 128
-    return g.new_empty(len(g), -(-p // rows) * -(-d // 128)), g.new_empty(len(g), keep)
+    return g.new_empty(len(g), -(-p // rows) * -(-d // 128)), g.new_empty(len(g), p * d if keep else 0)
+
+
+@torch.library.custom_op("tptopk::pick", mutates_args=())
+def pick(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, tiles] squared norms of values[:, indices], and [B, k] values[:, indices]."""
+    (batch, width), k = values.shape, len(indices)
+    squares = torch.empty(batch, -(-k // PICK_TILE), device=values.device)
+    picked = torch.empty(batch, k, device=values.device)
+    if k:
+        _kernels().pick[(squares.shape[1], batch)](values, indices, picked, squares, width, k, TILE=PICK_TILE)
+    return squares, picked
+
+
+@pick.register_fake
+def _(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    return values.new_empty(len(values), -(-len(indices) // PICK_TILE)), values.new_empty(len(values), len(indices))
+
+
+@torch.library.custom_op("tptopk::round_to_tf32", mutates_args=())
+def round_to_tf32(values: Tensor, weights: Tensor | None) -> Tensor:
+    """values [B, …] times weights [B], if given, rounded to 11 significant bits; contiguous."""
+    values = values.contiguous()
+    rounded = torch.empty_like(values)
+    each = values.numel() // max(1, len(values))
+    if each:
+        grid = (-(-each // ROUND_TILE), len(values))
+        _kernels().round[grid](values, weights, rounded, each, WEIGHTED=weights is not None, TILE=ROUND_TILE)
+    return rounded
+
+
+@round_to_tf32.register_fake
+def _(values: Tensor, weights: Tensor | None) -> Tensor:
+    return values.new_empty(values.shape)
+
+
+PICK_TILE, ROUND_TILE = 1024, 4096
 
 
 @cache
-def _kernel() -> Any:
+def _kernels() -> SimpleNamespace:
     import triton
     import triton.language as tl
 
     globals()["tl"] = tl  # Triton reads the kernel's names from the module
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def kernel(  # type: ignore[no-untyped-def]
-        g, base, positions, columns, places, values, squares, count, p, d, keep, g_b, g_t, g_p, x_b,
-        MASKED: tl.constexpr, KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
+    def write(  # type: ignore[no-untyped-def]
+        g, base, positions, columns, values, squares, count, p, d, g_b, g_t, g_p, x_b,
+        KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
     ):  # fmt: skip
         tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
         across = tl.cdiv(d, D_TILE)
@@ -83,15 +119,29 @@ def _kernel() -> Any:
             )
             total = tl.dot(left, tl.trans(right), total, input_precision="tf32")
         inside = (i[:, None] < p) & (j[None, :] < d)
-        if MASKED:
-            place = tl.load(places + i[:, None] * d + j[None, :], mask=inside, other=-1)
-            total = tl.where(place >= 0, total, 0.0)
-            if KEEP:
-                tl.store(values + b * keep + place, total, mask=place >= 0)
-        else:
-            total = tl.where(inside, total, 0.0)
-            if KEEP:
-                tl.store(values + b * keep + i[:, None] * d + j[None, :], total, mask=inside)
+        total = tl.where(inside, total, 0.0)
+        if KEEP:
+            tl.store(values + b * p * d + i[:, None] * d + j[None, :], total, mask=inside)
         tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(total * total))
 
-    return kernel
+    @triton.jit  # type: ignore[untyped-decorator]
+    def pick(values, indices, picked, squares, width, k, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        n = tile * TILE + tl.arange(0, TILE)
+        place = tl.load(indices + n, mask=n < k, other=0)
+        value = tl.load(values + b * width + place, mask=n < k, other=0.0)
+        tl.store(picked + b * k + n, value, mask=n < k)
+        tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(value * value))
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def round(values, weights, rounded, each, WEIGHTED: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        b = tl.program_id(1).to(tl.int64)
+        n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+        value = tl.load(values + b * each + n, mask=n < each, other=0.0)
+        if WEIGHTED:
+            value = value * tl.load(weights + b)
+        bits = (value.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        finite = tl.abs(value) < float("inf")  # false for NaN too
+        tl.store(rounded + b * each + n, tl.where(finite, bits.to(tl.float32, bitcast=True), value), mask=n < each)
+
+    return SimpleNamespace(write=write, pick=pick, round=round)

@@ -62,8 +62,9 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
         before = torch.cuda.memory_allocated(device)
         step()
         torch.cuda.synchronize(device)
-        return int(torch.cuda.max_memory_allocated(device) - before)
-    with _Alive() as alive:
+        return torch.cuda.max_memory_allocated(device) - before
+    alive = _Alive()
+    with alive:
         step()
     return alive.peak
 

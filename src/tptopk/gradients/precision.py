@@ -8,18 +8,20 @@ name      matrix products and convolutions                                      
 ``bf16``  forward and backward in bfloat16, gradients of weights as ``tf32``     C / (1 + 0.02)
 ========  =====================================================================  ================
 
-Norms and sums are float32 or better in each. Where a sum has a rounded input its norm is taken of the rounded numbers
-(`to_tf32`, `in_two`), so that the slack has to cover only what does not cancel.
+Norms and sums are float32 or better in each. Where a sum has rounded inputs its norm is taken of the rounded numbers;
+where scaling them to the clip rounds again and the slack does not cover it, more is clipped (`clip_factors`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from tptopk.gradients import kernels
 from tptopk.gradients.examples import Batch, PerExampleLoss, tensors_of
 from tptopk.privacy.refusal import Refusal, nearest
 
@@ -31,9 +33,17 @@ def check_precision(precision: str) -> None:
         raise Refusal(f"unknown precision {precision!r}{nearest(str(precision), SLACK)}")
 
 
-def clip_within(clip_norm: float, precision: str, device: torch.device) -> float:
-    """The norm to clip to, so that what was rounded still has norm at most `clip_norm`."""
-    return clip_norm / (1 + (0.0 if precision == "tf32" and device.type != "cuda" else SLACK[precision]))
+def slack(precision: str, device: torch.device) -> float:
+    return 0.0 if precision == "tf32" and device.type != "cuda" else SLACK[precision]
+
+
+def clip_factors(norms: Tensor, roundings: Tensor | float, clip_norm: float, slack: float) -> Tensor:
+    """[B] factors after which a gradient of norm N, moved by up to r when it is scaled, has norm at most C.
+
+    C / max(N (1 + slack), N + r), and at most 1. Zero where the norm is not finite.
+    """
+    factors = (clip_norm / torch.maximum(norms * (1 + slack), norms + roundings)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norms), factors, 0.0)
 
 
 @contextmanager
@@ -70,9 +80,20 @@ def may_round(values: Tensor) -> bool:
 
 def to_tf32(values: Tensor) -> Tensor:
     """Rounded to the nearest number of 11 significant bits; what is not finite stays so."""
+    if kernels.usable(values):
+        return cast(Tensor, kernels.round_to_tf32(values, None))
     bits = values.view(torch.int32)
     rounded = torch.bitwise_and(bits + 0x1000, ~0x1FFF).view(torch.float32)
     return torch.where(torch.isfinite(values), rounded, values)
+
+
+def scaled(values: Tensor, weights: Tensor, *, rounded: bool) -> Tensor:
+    """[B, …] each example times its weight [B], rounded to tf32 if asked."""
+    if not rounded:
+        return values * weights.view(-1, *[1] * (values.dim() - 1))
+    if kernels.usable(values):
+        return cast(Tensor, kernels.round_to_tf32(values, weights))
+    return to_tf32(values * weights.view(-1, *[1] * (values.dim() - 1)))
 
 
 def in_two(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,17 +12,18 @@ recomputed    when it does not                       2Tpd                  one m
 ============  =====================================  ====================  ===========================================
 
 A norm that comes out too small breaks the clip, so each way guards against it. Kept gradients are clipped as they
-were written, whatever was rounded on the way. A sum that is made anew from g and x multiplies, in tf32, numbers that
-were rounded to tf32 before the norm was taken; the scaled g goes in as two parts, so that scaling rounds nothing.
-Ghost products cancel: in float32 mode they are added up in float64; in tf32 mode the norm is raised by the most that
-rounding can have taken from it.
+were written, whatever was rounded on the way. A sum that is made anew from g and x multiplies numbers that were
+rounded before the norm was taken. Scaling them rounds again, and positions can cancel, so that what a rounding
+adds is not bounded by the norm: `rounding` says how much it can be, or the scaled g goes in as two parts and nothing
+is lost. Ghost products cancel as well: in float32 mode they are added up in float64; in tf32 mode the norm is raised by the
+most that rounding can have taken from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from tptopk.gradients import kernels
 from tptopk.gradients.contributions import Budget, Dense, squared_norms_of
-from tptopk.gradients.precision import in_two, may_round, to_tf32
+from tptopk.gradients.precision import in_two, may_round, scaled, to_tf32
 from tptopk.supports.support import Support
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
@@ -100,6 +101,7 @@ class Products:
         self._columns: Tensor | None = None
         self._is_product = True  # whether all that rows and columns cross is active
         self._kept: Dense | None = None
+        self.rounding: Tensor | None = None  # [B] the most, squared, that rounding can add to an unclipped gradient
         self._factored: tuple[Tensor, Tensor] | None = None  # g [B, T, p'], x [B, T, d'] of active rows and columns
 
     def restrict(self, support: Support, name: str) -> None:
@@ -108,22 +110,39 @@ class Products:
 
     @property
     def way(self) -> str:
-        """Ghost where it is cheaper than writing out, `kept` or `recomputed` as the budget then says."""
+        """`written out` is then kept or recomputed."""
         if self.x.count == 1:
             return "closed form"
-        p = self.g.shape[2] if self._rows is None else len(self._rows)
-        d = self.x.width if self._columns is None else len(self._columns)
-        return "ghost" if self._is_product and 2 * self.x.count * (p + d) <= p * d else "written out"
+        p, d = self._height, self._width
+        cheap = self._is_product and 2 * self.x.count * (p + d) <= p * d
+        return "ghost" if cheap and not self._has_kernel else "written out"
+
+    @property
+    def _height(self) -> int:
+        return self.g.shape[2] if self._rows is None else len(self._rows)
+
+    @property
+    def _width(self) -> int:
+        return self.x.width if self._columns is None else len(self._columns)
+
+    @property
+    def _active(self) -> int:
+        return self.shape.numel() if self._support is None else self._support.sizes[self._name]
+
+    @property
+    def _has_kernel(self) -> bool:
+        """Windows that overlap are costly to copy, and the kernel reads them in place."""
+        return may_round(self.g) and self.x.columns[1] != (1,) and kernels.usable(self.g)
 
     def squared_norms(self, budget: Budget) -> Tensor:
         if self.way == "closed form":
             return self._closed_form()
         if self.way == "ghost":
             return self._ghost()
-        active = self.shape.numel() if self._support is None else self._support.sizes[self._name]
-        if budget.take(len(self.g) * active):
+        own = self.g.numel() + self.x.base.numel()
+        if len(self.g) * self._active <= WORTH_KEEPING * own and budget.take(len(self.g) * self._active):
             norms, self._kept = self._written(keep=True)
-            self.g = self.x.base = self.g.new_empty(0)  # no longer needed
+            self._forget()
             return norms
         if may_round(self.g):
             self.g, self.x.base = to_tf32(self.g), to_tf32(self.x.base)
@@ -131,13 +150,20 @@ class Products:
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """g [B, T, p'] and x [B, T, d'] in active rows and columns only: what is not finite elsewhere must not matter."""
-        g, x = self.g, self.x.written()
+        return self._picked(self.g, self.x.written())
+
+    def _picked(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         g = g if self._rows is None else g.index_select(2, self._rows)
         return g, x if self._columns is None else x.index_select(2, self._columns)
+
+    def _forget(self) -> None:
+        """Let go of what is no longer needed, now that gradients are kept or factors taken."""
+        self.g = self.x.base = self.g.new_empty(0)
 
     def _closed_form(self) -> Tensor:
         """‖(g ⊗ x) ∘ M‖² = Σ_ij g_i² M_ij x_j²."""
         self._factored = self._factors()
+        self._forget()
         g, x = (factor[:, 0] for factor in self._factored)
         if self._is_product or self._support is None:
             return squared_norms_of(g) * squared_norms_of(x)
@@ -149,75 +175,86 @@ class Products:
     def _ghost(self) -> Tensor:
         """‖Σ_t g_t ⊗ x_t‖² = Σ_ts ⟨g_t, g_s⟩⟨x_t, x_s⟩."""
         g, x = self._factors()
+        self._forget()
         if not may_round(g):
             self._factored = g, x
             gg, xx = (f.double() @ f.double().transpose(1, 2) for f in (g, x))
             return (gg * xx).sum((1, 2)).clamp(min=0.0)
         self._factored = g, x = to_tf32(g), to_tf32(x)
         gg, xx = ((f @ f.transpose(1, 2)).double() for f in (g, x))
-        # Each entry is off by at most ‖g_t‖‖g_s‖ (or x) times this: float32 additions, of at least four products each.
-        off = (g.shape[2] + x.shape[2]) / 4 * 2.0**-23 + 2.0**-20
         most = (gg.diagonal(dim1=1, dim2=2) * xx.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(1).square()
+        # `most` is (Σ_t ‖g_t‖‖x_t‖)². Entries of gg and xx are sums of products in float32, at least four to an addition.
+        off = (g.shape[2] + x.shape[2]) / 4 * 2.0**-23 + 2.0**-20
+        self.rounding = 2.0**-22 * most
         return (gg * xx).sum((1, 2)).clamp(min=0.0) + off * most
 
     def _written(self, keep: bool) -> tuple[Tensor, Dense | None]:
-        """Squared norms of the gradients written out, a whole batch at once or piece by piece; and the gradients."""
-        if kernels.usable(self.g) and may_round(self.g) and self.x.columns[1] != (1,):
-            return self._by_kernel(keep)
-        active = self.shape.numel() if self._support is None else self._support.sizes[self._name]
-        kept = self.g.new_empty(len(self.g), active) if keep else None
+        """Squared norms of the gradients written out, piece by piece; and their active coordinates [B, k], if kept."""
+        whole = self._has_kernel and self._support is None
+        step = len(self.g) if whole else max(1, PIECE["cuda" if self.g.is_cuda else "cpu"] // self._numbers_of_one())
+        values = self.g.new_empty(len(self.g), self._active) if keep and not whole else None
         norms = []
-        numbers = PIECE["cuda" if self.g.is_cuda else "cpu"] // (self.shape.numel() + self.x.count * self.x.width)
-        for start in range(0, len(self.g), max(1, numbers)):
-            piece = slice(start, start + max(1, numbers))
-            x = Windows(self.x.base[piece], self.x.positions, self.x.columns).written()
-            values = self._outer(self.g[piece], x).flatten(1)
-            if self._support is not None:
-                values = values.index_select(1, self._support.indices(self._name))
-            norms.append(squared_norms_of(values))
-            if kept is not None:
-                kept[piece] = values
-        found = None if kept is None else Dense.of_active(kept, self.shape, self._support, self._name)
-        return torch.cat(norms), found
+        for start in range(0, len(self.g), step):
+            piece = slice(start, start + step)
+            square, part = self._piece(self.g[piece], replace(self.x, base=self.x.base[piece]), keep)
+            norms.append(square)
+            if whole and keep:
+                values = part
+            elif values is not None:
+                values[piece] = part
+        return torch.cat(norms), None if values is None else self._of_active(values)
 
-    def _by_kernel(self, keep: bool) -> tuple[Tensor, Dense | None]:
-        places = None if self._support is None else self._support.places(self._name)
-        active = self.shape.numel() if self._support is None else self._support.sizes[self._name]
-        positions, columns = self.x.offsets()
-        squares, values = kernels.write_products(
-            self.g, self.x.base, positions, columns, places, active if keep else 0, list(self.x.base.stride())
-        )
-        norms = squares.double().sum(1)
-        return norms, Dense.of_active(values, self.shape, self._support, self._name) if keep else None
+    def _numbers_of_one(self) -> int:
+        """What one example writes on the way: its gradient, and its windows unless the kernel reads them in place."""
+        if self._has_kernel:
+            return self.shape.numel()
+        return self._height * self._width + self.x.count * self._width
 
-    def _outer(self, g: Tensor, x: Tensor) -> Tensor:
-        return torch.bmm(g.transpose(1, 2), x).view(len(g), *self.shape)
+    def _piece(self, g: Tensor, x: Windows, keep: bool) -> tuple[Tensor, Tensor]:
+        """[b] squared norms of some examples' gradients, and [b, k] their active coordinates."""
+        if self._has_kernel:
+            masked = self._support is not None
+            squares, values = kernels.write_products(g, x.base, *x.offsets(), keep or masked, list(x.base.stride()))
+            if self._support is None:
+                return squares.double().sum(1), values
+            return self._active_of(values, self._support.indices(self._name))
+        g, inputs = self._picked(g, x.written())
+        values = torch.bmm(g.transpose(1, 2), inputs).flatten(1)
+        if self._support is None or self._is_product:
+            return squared_norms_of(values), values
+        return self._active_of(values, self._support.within_crossings(self._name))
+
+    def _active_of(self, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        if kernels.usable(values):
+            squares, picked = kernels.pick(values, places)
+            return squares.double().sum(1), picked
+        picked = values.index_select(1, places)
+        return squared_norms_of(picked), picked
+
+    def _of_active(self, values: Tensor) -> Dense:
+        return Dense.of_active(values, self.shape, self._support, self._name)
 
     def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
         if self._kept is not None:
             return self._kept.weighted_sum(weights, left_out)
-        if self._factored is None:
+        if self._factored is not None:
+            g, x = self._factored
+            if left_out is not None:
+                g, x = (v.masked_fill(left_out[:, None, None], 0.0) for v in (g, x))
+            g = scaled(g, weights, rounded=may_round(g) and self.x.count > 1)
+            total = self._spread(g.flatten(0, 1).T @ x.flatten(0, 1))
+        else:
             g, x = self.g * weights[:, None, None], self.x.base
             if left_out is not None:
                 g, x = g.masked_fill(left_out[:, None, None], 0.0), x.masked_fill(_like(left_out, x), 0.0)
-            total = self._parts(g, lambda part: self._whole_sum(part, x)).view(self.shape)
-        else:
-            g, x = self._factored
-            g = g * weights[:, None, None]
-            if left_out is not None:
-                g, x = (v.masked_fill(left_out[:, None, None], 0.0) for v in (g, x))
-            flat = x.flatten(0, 1)
-            total = self._spread(self._parts(g, lambda part: part.flatten(0, 1).T @ flat))
+            if may_round(g):
+                high, low = in_two(g)
+                total = (self._whole_sum(high, x) + self._whole_sum(low, x)).view(self.shape)
+            else:
+                total = self._whole_sum(g, x).view(self.shape)
         if self._support is None or (self._is_product and self._factored is not None):
             return total
         return self._support.keep(self._name, total)
-
-    def _parts(self, g: Tensor, add_up: Callable[[Tensor], Tensor]) -> Tensor:
-        """One position rounds each product by itself, which the slack of the clip covers; more could cancel."""
-        if self.x.count == 1 or not may_round(g):
-            return add_up(g)
-        high, low = in_two(g)
-        return add_up(high) + add_up(low)
 
     def _whole_sum(self, g: Tensor, base: Tensor) -> Tensor:
         if self._library_sum is not None:
@@ -233,11 +270,12 @@ class Products:
         return total.view(self.shape)
 
     def dense(self) -> Tensor:
-        values = self._outer(self.g, self.x.written())
+        values = torch.bmm(self.g.transpose(1, 2), self.x.written()).view(len(self.g), *self.shape)
         return values if self._support is None else self._support.keep(self._name, values)
 
 
-PIECE = {"cpu": 2**21, "cuda": 2**26}  # numbers of windows and gradients written out at once: 8 MiB, 256 MiB
+WORTH_KEEPING = 8  # written gradients are kept up to this many times the size of the layer's own input and output
+PIECE = {"cpu": 2**21, "cuda": 2**23}  # numbers written out at once, 8 or 32 MiB: what a cache can hold
 
 
 def _like(examples: Tensor, values: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Support:
         self.masks = dict(masks)
         self._indices: dict[str, Tensor] = {}
         self._numbers: dict[str, Tensor] = {}
-        self._places: dict[str, Tensor] = {}
+        self._within: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
         self._crossings: dict[str, tuple[Tensor | None, Tensor | None, bool]] = {}
         counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
@@ -63,13 +63,6 @@ class Support:
             self._indices[name] = torch.nonzero(self.masks[name].reshape(-1))[:, 0]
         return self._indices[name]
 
-    def places(self, name: str) -> Tensor:
-        """For each coordinate of a parameter its number among the active ones, −1 for the inactive; worked out once."""
-        if name not in self._places:
-            mask = self.masks[name].reshape(-1)
-            self._places[name] = torch.where(mask, mask.cumsum(0) - 1, -1).int()
-        return self._places[name]
-
     def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
         """Which rows and columns of a weight [out, …] hold active coordinates (None: all), and whether all they cross are active."""
         if name not in self._crossings:
@@ -91,6 +84,12 @@ class Support:
             mask = mask if rows is None else mask.index_select(0, rows)
             self._numbers[name] = (mask if columns is None else mask.index_select(1, columns)).float()
         return self._numbers[name]
+
+    def within_crossings(self, name: str) -> Tensor:
+        """The active coordinates as flat indices into the matrix of active rows and columns; worked out once."""
+        if name not in self._within:
+            self._within[name] = torch.nonzero(self.as_numbers(name).reshape(-1))[:, 0]
+        return self._within[name]
 
     @property
     def flat_indices(self) -> Tensor:
