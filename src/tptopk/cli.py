@@ -20,16 +20,18 @@ from tptopk import __version__
 from tptopk.data.digits import digits
 from tptopk.data.files import findings, read_inputs
 from tptopk.experiments import bench as measurements
+from tptopk.experiments import growth as growth_curves
 from tptopk.privacy.methods import METHODS, method_named
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count
-from tptopk.report.plots import comparison_figure
+from tptopk.report.plots import bench_figure, comparison_figure, growth_figure
 from tptopk.report.terminal import (
     TrainingProgress,
     comparison,
     plan_values,
     print_bench,
     print_comparison,
+    print_growth,
     print_plan,
     print_run,
     print_ways,
@@ -199,11 +201,15 @@ def predict(
 
 @app.command()
 def bench(
-    models: Annotated[str, typer.Option(help="mlp, cnn, wrn, vit, text; separated by commas")] = "mlp,cnn",
+    models: Annotated[str, typer.Option(help="mlp, cnn, wrn, vit, text, scatter; separated by commas")] = "mlp,cnn",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     rounds: Annotated[int, typer.Option(help="steps of each way, taking turns")] = 10,
+    precision: Annotated[str, typer.Option(help="fp32, tf32 or bf16, for all ways")] = "tf32",
     peers: Annotated[bool, typer.Option(help="measure vmap and Opacus too")] = True,
+    compile: Annotated[bool, typer.Option(help="measure compiled steps too, ordinary ones among them")] = False,
+    growth: Annotated[bool, typer.Option(help="measure how a private step grows instead")] = False,
     explain: Annotated[bool, typer.Option(help="print how each parameter is clipped, and measure nothing")] = False,
+    plot: Annotated[str | None, typer.Option(help="write a figure to this file")] = None,
     json_: AsJson = False,
 ) -> None:
     """Time a private step beside an ordinary one and the peers', in one process, taking turns."""
@@ -213,9 +219,23 @@ def bench(
         rows = {name: measurements.explain(name, device) for name in names}
         print(json.dumps(rows)) if json_ else print_ways(rows, Console())
         return
-    measured = [row for name in names for row in measurements.measure(name, device, rounds, peers)]
-    values = {"machine": measurements.machine(device), "rounds": rounds, "rows": measurements.as_rows(measured)}
+    values: dict[str, Any] = {"machine": measurements.machine(device), "precision": precision, "rounds": rounds}
+    title = f"{values['machine']['device']}, torch {values['machine']['torch']}, {precision}"
+    if growth:
+        values["curves"] = growth_curves.as_rows(growth_curves.curves(device, rounds, precision))
+        print(json.dumps(values)) if json_ else print_growth(values, Console())
+        if plot:
+            growth_figure(values["curves"], plot, f"How a private step grows: {title}")
+        return
+    measured = [
+        row
+        for name in names
+        for row in measurements.measure(name, device, rounds, peers, compiled=compile, precision=precision)
+    ]
+    values["rows"] = measurements.as_rows(measured)
     print(json.dumps(values)) if json_ else print_bench(values, Console())
+    if plot:
+        bench_figure(values["rows"], plot, f"A step beside ordinary training: {title}")
 
 
 @app.command()

@@ -57,14 +57,13 @@ def _claims(module: nn.Module, name: str) -> Iterator[tuple[nn.Module, Registere
 
 
 class _Tap(torch.autograd.Function):
-    """The identity, in place: an activation that writes over the output afterwards does no harm."""
+    """The identity, on the same memory: an activation that writes over it afterwards is an operation on the tap's result."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, sink: Tensor, hear: Callable[[Tensor | None], None]) -> Tensor:
         ctx.hear = hear
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(output)
-        return output
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
@@ -112,11 +111,8 @@ class Capture:
         args, kwargs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         call = Call(module, self._batch, args, kwargs, [None] * len(places))
         for n, place in enumerate(places):
-            leaf = leaves[place]
-            if leaf.requires_grad:
-                # A view's history is rewritten by what is done to its base, and some whole layers keep their output.
-                own = leaf.clone() if leaf._is_view() or rule.whole else leaf
-                leaves[place] = _Tap.apply(own, self._sink, self._hearer(call, n))  # type: ignore[no-untyped-call]
+            if leaves[place].requires_grad:
+                leaves[place] = _Tap.apply(leaves[place], self._sink, self._hearer(call, n))  # type: ignore[no-untyped-call]
         self.calls.append(call)
         return tree_unflatten(leaves, structure)
 

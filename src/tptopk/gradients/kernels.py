@@ -50,20 +50,17 @@ def _(
     return g.new_empty(len(g), -(-p // rows) * -(-d // 128)), g.new_empty(len(g), p * d if keep else 0)
 
 
-@torch.library.custom_op("tptopk::pick", mutates_args=())
-def pick(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, tiles] squared norms of values[:, indices], and [B, k] values[:, indices]."""
+@torch.library.custom_op("tptopk::pick", mutates_args=("picked", "squares"))
+def pick(values: Tensor, indices: Tensor, picked: Tensor, squares: Tensor) -> None:
+    """Writes values[:, indices] to `picked` [B, k], if it has room for them, and their squares' sums to `squares` [B, tiles]."""
     (batch, width), k = values.shape, len(indices)
-    squares = torch.empty(batch, -(-k // PICK_TILE), device=values.device)
-    picked = torch.empty(batch, k, device=values.device)
-    if k:
-        _kernels().pick[(squares.shape[1], batch)](values, indices, picked, squares, width, k, TILE=PICK_TILE)
-    return squares, picked
+    _kernels().pick[(squares.shape[1], batch)](
+        values, indices, picked, squares, width, k, KEEP=picked.shape[1] > 0, TILE=PICK_TILE
+    )
 
 
-@pick.register_fake
-def _(values: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    return values.new_empty(len(values), -(-len(indices) // PICK_TILE)), values.new_empty(len(values), len(indices))
+def pick_tiles(k: int) -> int:
+    return -(-k // PICK_TILE)
 
 
 @torch.library.custom_op("tptopk::round_to_tf32", mutates_args=())
@@ -125,12 +122,13 @@ def _kernels() -> SimpleNamespace:
         tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(total * total))
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def pick(values, indices, picked, squares, width, k, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    def pick(values, indices, picked, squares, width, k, KEEP: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
         tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
         n = tile * TILE + tl.arange(0, TILE)
         place = tl.load(indices + n, mask=n < k, other=0)
         value = tl.load(values + b * width + place, mask=n < k, other=0.0)
-        tl.store(picked + b * k + n, value, mask=n < k)
+        if KEEP:
+            tl.store(picked + b * k + n, value, mask=n < k)
         tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(value * value))
 
     @triton.jit  # type: ignore[untyped-decorator]

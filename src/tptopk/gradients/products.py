@@ -28,6 +28,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from tptopk.gradients import kernels
 from tptopk.gradients.contributions import Budget, Dense, squared_norms_of
@@ -140,7 +141,8 @@ class Products:
         if self.way == "ghost":
             return self._ghost()
         own = self.g.numel() + self.x.base.numel()
-        if len(self.g) * self._active <= WORTH_KEEPING * own and budget.take(len(self.g) * self._active):
+        worth = WORTH_KEEPING["cuda" if self.g.is_cuda else "cpu"]
+        if len(self.g) * self._active <= worth * own and budget.take(len(self.g) * self._active):
             norms, self._kept = self._written(keep=True)
             self._forget()
             return norms
@@ -189,20 +191,26 @@ class Products:
         return (gg * xx).sum((1, 2)).clamp(min=0.0) + off * most
 
     def _written(self, keep: bool) -> tuple[Tensor, Dense | None]:
-        """Squared norms of the gradients written out, piece by piece; and their active coordinates [B, k], if kept."""
-        whole = self._has_kernel and self._support is None
-        step = len(self.g) if whole else max(1, PIECE["cuda" if self.g.is_cuda else "cpu"] // self._numbers_of_one())
-        values = self.g.new_empty(len(self.g), self._active) if keep and not whole else None
+        """Squared norms of the gradients written out; and their active coordinates [B, k], if they are kept."""
+        if self._has_kernel and self._support is None:
+            squares, values = self._by_kernel(self.g, self.x, keep)
+            return squares.double().sum(1), self._of_active(values) if keep else None
+        batch = len(self.g)
+        kept = self.g.new_empty(batch, self._active if keep else 0)
+        squares = self.g.new_empty(batch, kernels.pick_tiles(self._active))
         norms = []
-        for start in range(0, len(self.g), step):
-            piece = slice(start, start + step)
-            square, part = self._piece(self.g[piece], replace(self.x, base=self.x.base[piece]), keep)
-            norms.append(square)
-            if whole and keep:
-                values = part
-            elif values is not None:
-                values[piece] = part
-        return torch.cat(norms), None if values is None else self._of_active(values)
+        room = PIECE["traced" if get_proxy_mode() else "cuda" if self.g.is_cuda else "cpu"]
+        step = max(1, room // self._numbers_of_one())
+        for piece in (slice(start, start + step) for start in range(0, batch, step)):
+            values, places = self._piece(self.g[piece], replace(self.x, base=self.x.base[piece]))
+            if places is not None and kernels.usable(values):
+                kernels.pick(values, places, kept[piece], squares[piece])
+                continue
+            values = values if places is None else values.index_select(1, places)
+            norms.append(squared_norms_of(values))
+            if keep:
+                kept[piece] = values
+        return torch.cat(norms) if norms else squares.double().sum(1), self._of_active(kept) if keep else None
 
     def _numbers_of_one(self) -> int:
         """What one example writes on the way: its gradient, and its windows unless the kernel reads them in place."""
@@ -210,26 +218,19 @@ class Products:
             return self.shape.numel()
         return self._height * self._width + self.x.count * self._width
 
-    def _piece(self, g: Tensor, x: Windows, keep: bool) -> tuple[Tensor, Tensor]:
-        """[b] squared norms of some examples' gradients, and [b, k] their active coordinates."""
-        if self._has_kernel:
-            masked = self._support is not None
-            squares, values = kernels.write_products(g, x.base, *x.offsets(), keep or masked, list(x.base.stride()))
-            if self._support is None:
-                return squares.double().sum(1), values
-            return self._active_of(values, self._support.indices(self._name))
+    def _piece(self, g: Tensor, x: Windows) -> tuple[Tensor, Tensor | None]:
+        """[b, n] some examples' gradients, and where in them the active coordinates are (None: all are)."""
+        if self._has_kernel and self._support is not None:
+            return self._by_kernel(g, x, True)[1], self._support.indices(self._name)
         g, inputs = self._picked(g, x.written())
         values = torch.bmm(g.transpose(1, 2), inputs).flatten(1)
         if self._support is None or self._is_product:
-            return squared_norms_of(values), values
-        return self._active_of(values, self._support.within_crossings(self._name))
+            return values, None
+        return values, self._support.within_crossings(self._name)
 
-    def _active_of(self, values: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        if kernels.usable(values):
-            squares, picked = kernels.pick(values, places)
-            return squares.double().sum(1), picked
-        picked = values.index_select(1, places)
-        return squared_norms_of(picked), picked
+    def _by_kernel(self, g: Tensor, x: Windows, keep: bool) -> tuple[Tensor, Tensor]:
+        squares, values = kernels.write_products(g, x.base, *x.offsets(), keep, list(x.base.stride()))
+        return squares, values
 
     def _of_active(self, values: Tensor) -> Dense:
         return Dense.of_active(values, self.shape, self._support, self._name)
@@ -274,8 +275,10 @@ class Products:
         return values if self._support is None else self._support.keep(self._name, values)
 
 
-WORTH_KEEPING = 8  # written gradients are kept up to this many times the size of the layer's own input and output
-PIECE = {"cpu": 2**21, "cuda": 2**23}  # numbers written out at once, 8 or 32 MiB: what a cache can hold
+# Written gradients are kept up to this many times the size of the layer's own input and output.
+WORTH_KEEPING = {"cuda": 8, "cpu": 4}
+# Numbers written out at once: what a cache can hold; a traced program has to be short instead.
+PIECE = {"cpu": 2**21, "cuda": 2**23, "traced": 2**26}
 
 
 def _like(examples: Tensor, values: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from tptopk.privacy.refusal import Refusal
 INK, MUTED, PRIVATE, OPEN = "#1f2933", "#9aa5b1", "#2a6f97", "#c2410c"
 
 
-def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
-    """Accuracy of each method with every seed shown, beside the noise energy of one step."""
+def _pyplot() -> Any:
     try:
         import matplotlib
 
@@ -20,10 +19,90 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title
         from matplotlib import pyplot as plt
     except ModuleNotFoundError as error:
         raise Refusal("figures need matplotlib: python -m pip install matplotlib") from error
+    return plt
+
+
+def _plain(axes: Any, grid: str) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+    axes.grid(axis=grid, color=MUTED, alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _save(figure: Any, path: str | Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise Refusal(f"cannot write the figure {path}: {error}") from error
+    finally:
+        _pyplot().close(figure)
+
+
+def bench_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
+    """Time and memory of every way of taking a step, as multiples of ordinary training, one row of panels a model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    tallest = max(sum(row["model"] == model for row in rows) for model in models)
+    figure, panels = _pyplot().subplots(
+        len(models), 2, figsize=(10, 0.6 + 0.24 * tallest * len(models)), layout="constrained", squeeze=False
+    )
+    for (left, right), model in zip(panels, models, strict=True):
+        own = [row for row in rows if row["model"] == model]
+        colours = [
+            MUTED if row["way"].startswith("ordinary") else PRIVATE if row["way"].startswith("ours") else OPEN
+            for row in own
+        ]
+        for axes, key, label in ((left, "ratio", "time"), (right, "peak_ratio", "memory")):
+            values = [row[key] for row in own]
+            axes.barh(range(len(own)), values, color=colours, height=0.7)
+            most = max(v for v, row in zip(values, own, strict=True) if row["way"][:4] in ("ours", "ordi"))
+            limit = 1.15 * min(max(values), max(6.0, 1.5 * most))
+            for place, value in enumerate(values):
+                axes.text(min(value, 0.93 * limit), place, f" {value:.2f}", va="center", fontsize=7, color=INK)
+            axes.axvline(1.0, color=INK, linewidth=0.8)
+            axes.set(yticks=[], xlim=(0, limit), xlabel=f"{label}, × ordinary" if model == models[-1] else "")
+            axes.invert_yaxis()
+            _plain(axes, "x")
+        left.set_yticks(range(len(own)), [row["way"] for row in own], fontsize=7)
+        left.set_title(f"{model}, batch {own[0]['batch']}", fontsize=9, color=INK, loc="left")
+    figure.suptitle(title, fontsize=11, color=INK)
+    _save(figure, path)
+
+
+def growth_figure(curves: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
+    """Time and memory against each size, both axes logarithmic, with the measured exponents."""
+    figure, panels = _pyplot().subplots(
+        2, len(curves), figsize=(3 * len(curves), 5), layout="constrained", squeeze=False
+    )
+    for column, curve in enumerate(curves):
+        for axes, key, exponents, unit in (
+            (panels[0][column], "milliseconds", "time_exponents", 1.0),
+            (panels[1][column], "peak_bytes", "memory_exponents", 2.0**20),
+        ):
+            axes.loglog(curve["values"], [value / unit for value in curve[key]], "o-", color=PRIVATE, markersize=4)
+            whole, upper = curve[exponents]
+            axes.text(
+                0.05,
+                0.9,
+                f"exponent {whole:.2f}; upper half {upper:.2f}",
+                transform=axes.transAxes,
+                fontsize=8,
+                color=INK,
+            )
+            _plain(axes, "both")
+        panels[0][column].set_title(f"{curve['size']} ({curve['held']})", fontsize=9, color=INK)
+        panels[1][column].set_xlabel(curve["size"], fontsize=9)
+    panels[0][0].set_ylabel("milliseconds a step")
+    panels[1][0].set_ylabel("MiB a step")
+    figure.suptitle(title, fontsize=11, color=INK)
+    _save(figure, path)
+
+
+def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title: str) -> None:
+    """Accuracy of each method with every seed shown, beside the noise energy of one step."""
     names = [row["method"] for row in rows]
     places = range(len(rows))
     colours = [OPEN if row["epsilon"] is None else PRIVATE for row in rows]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=[3, 2], layout="constrained")
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 3.4), width_ratios=[3, 2], layout="constrained")
     for place, row, colour in zip(places, rows, colours, strict=True):
         left.errorbar(row["accuracy"], place, xerr=row["std"] or 0.0, fmt="D", color=colour, markersize=7, capsize=4)
         left.plot(row["accuracies"], [place + 0.22] * len(row["accuracies"]), "o", color=MUTED, markersize=4)
@@ -49,15 +128,7 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title
         yticks=list(places), yticklabels=[], ylim=(-0.5, len(rows) - 0.5), xlabel="noise energy of a step, last phase"
     )
     for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
         axes.invert_yaxis()
-        axes.tick_params(colors=INK)
-        axes.grid(axis="x", color=MUTED, alpha=0.3)
-        axes.set_axisbelow(True)
+        _plain(axes, "x")
     figure.suptitle(title, fontsize=11, color=INK)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise Refusal(f"cannot write the figure {path}: {error}") from error
-    finally:
-        plt.close(figure)
+    _save(figure, path)

@@ -211,11 +211,7 @@ def print_bench(values: Mapping[str, Any], console: Console) -> None:
         if last not in (None, row["model"]):
             table.add_section()
         last = row["model"]
-        memory = (
-            ["–", "–"]
-            if row["peak_bytes"] is None
-            else [f"{row['peak_bytes'] / 2**20:.0f}", f"{row['peak_ratio']:.2f}"]
-        )
+        memory = [f"{row['peak_bytes'] / 2**20:.0f}", f"{row['peak_ratio']:.2f}"]
         table.add_row(
             row["model"], row["way"], str(row["batch"]), f"{row['milliseconds']:.2f}", f"{row['ratio']:.2f}", *memory
         )
@@ -230,3 +226,18 @@ def print_ways(rows: Mapping[str, Sequence[Mapping[str, str]]], console: Console
         for row in parameters:
             table.add_row(row["parameter"], row["dense"], row["sparse"])
         console.print(table)
+
+
+def print_growth(values: Mapping[str, Any], console: Console) -> None:
+    console.print(", ".join(f"{key} {value}" for key, value in values["machine"].items()))
+    for curve in values["curves"]:
+        table = Table(title=f"{curve['size']} ({curve['held']})", title_justify="left")
+        for column in (curve["size"], "ms", "peak MiB"):
+            table.add_column(column, justify="right")
+        for size, spent, peak in zip(curve["values"], curve["milliseconds"], curve["peak_bytes"], strict=True):
+            table.add_row(f"{size:,}", f"{spent:.2f}", f"{peak / 2**20:.1f}")
+        console.print(table)
+        time, memory = curve["time_exponents"], curve["memory_exponents"]
+        console.print(
+            f"time grows with exponent {time[0]} (upper half {time[1]}), memory with {memory[0]} ({memory[1]})\n"
+        )

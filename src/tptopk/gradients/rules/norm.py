@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,8 +42,27 @@ def rms_norm(call: Call) -> dict[str, Contribution]:
 
 @rule_for(nn.GroupNorm)
 def group_norm(call: Call) -> dict[str, Contribution]:
-    layer, x = cast(nn.GroupNorm, call.module), call.input
-    return _affine(call, F.group_norm(x, layer.num_groups, eps=layer.eps), tuple(range(2, x.dim())))
+    """torch's own backward pass, told that every example is a group of channels of its own in one large example."""
+    layer, x, g = cast(nn.GroupNorm, call.module), call.input, call.output_gradient
+    if g is None:
+        return {}
+    batch, channels, groups = len(x), x.shape[1], layer.num_groups
+    x, g = x.reshape(1, batch * channels, -1).contiguous(), g.reshape(1, batch * channels, -1).contiguous()
+    variance, mean = torch.var_mean(x.view(1, batch * groups, -1), dim=2, correction=0)
+    ones = x.new_ones(batch * channels)
+    _, weight, bias = torch.ops.aten.native_group_norm_backward(
+        g,
+        x,
+        mean,
+        (variance + layer.eps).rsqrt(),
+        ones,
+        1,
+        batch * channels,
+        x.shape[2],
+        batch * groups,
+        (False, True, True),
+    )
+    return {"weight": Dense(weight.view(batch, channels)), "bias": Dense(bias.view(batch, channels))}
 
 
 def _running_statistics(module: nn.Module) -> str | None:
