@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.contributions import Budget, Contribution
+from tptopk.gradients.contributions import Budget, Contribution, Dense, squared_norms_of
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, per_example, tensors_of
 from tptopk.gradients.precision import check_precision, clip_factors, computing_in, forward_in, slack
 from tptopk.gradients.reference import reference_clipped_sum
@@ -18,6 +18,7 @@ from tptopk.privacy.plan import SMALLEST_CLIP_NORM
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 from tptopk.supports.support import Support, trainable
 
+SMALL = 2**14  # coordinates of a parameter whose written gradients are put side by side with others
 ENGINES = ("capture", "vmap", "reference")
 
 
@@ -109,13 +110,18 @@ def clipped_sum(
 
 
 class Clip:
-    """Takes in contributions as backward brings them; then their clip factors and their weighted sum."""
+    """Takes in contributions as backward brings them; then their clip factors and their weighted sum.
+
+    Small ones (biases, norms) are put side by side and treated as one: a network has many, each a dozen launches.
+    """
 
     def __init__(self, support: Support) -> None:
         self.support, self.budget = support, Budget(None)
         self._active: dict[str, Contribution] = {}
+        self._small: dict[str, Tensor] = {}  # [B, k] each
         self._squares: list[Tensor] = []
         self._roundings: list[Tensor] = []
+        self._bundle: Tensor | None = None
 
     @torch.no_grad()
     def receive(self, name: str, contribution: Contribution) -> None:
@@ -123,6 +129,9 @@ class Clip:
             return
         if not self.support.covers(name):
             contribution.restrict(self.support, name)
+        if isinstance(contribution, Dense) and self.support.sizes[name] <= SMALL:
+            self._small[name] = contribution.values.flatten(1)
+            return
         self._squares.append(contribution.squared_norms(self.budget))
         if contribution.rounding is not None:
             self._roundings.append(contribution.rounding)
@@ -131,6 +140,10 @@ class Clip:
     @torch.no_grad()
     def weights(self, batch: int, clip_norm: float, slack: float, device: torch.device) -> tuple[Tensor, Tensor]:
         """[B] the factor of each example, zero where its gradient is not finite; and [B] whether it is."""
+        if self._small:
+            self._bundle = torch.cat(list(self._small.values()), dim=1)
+            self._small = dict.fromkeys(self._small, self._bundle)
+            self._squares.append(squared_norms_of(self._bundle))
         if not self._squares:
             return torch.zeros(batch, device=device), torch.ones(batch, dtype=torch.bool, device=device)
         norms = torch.stack(self._squares).sum(0).sqrt()
@@ -145,6 +158,9 @@ class Clip:
         for name, part in split(flat, shapes).items():
             if name in self._active:
                 part.copy_(self._active.pop(name).weighted_sum(weights, left_out))
+        if self._bundle is not None:
+            values = self._bundle if left_out is None else self._bundle.masked_fill(left_out[:, None], 0.0)
+            flat.index_copy_(0, self.support.flat_indices_of(tuple(self._small)), weights @ values)
         return flat
 
 

@@ -67,7 +67,7 @@ class FixedShapes:
         """The sum; None where the batch has to go the ordinary way."""
         place = _place(self._model)
         if support is not self._support or place != self._place:
-            self._recorded.clear()
+            self.forget()
             self._support, self._place = support, place
             return None
         leaves, structure = tree_flatten(batch)
@@ -75,7 +75,7 @@ class FixedShapes:
         if self._refused or not examples or not all(isinstance(leaf, Tensor) for leaf in leaves):
             return None
         device = leaves[0].device
-        size = fixed_size(examples)
+        size = fixed_size(examples, 8 if self._compiled else 32)
         key = (size, structure, clip_norm, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
         with computing_in(self._precision, device), torch.no_grad():
             if key not in self._recorded:
@@ -97,6 +97,11 @@ class FixedShapes:
                 return None
             return ClippedSum(flat.clone(), shapes_of(self._model), clip_norm)
 
+    def forget(self) -> None:
+        """Drop the recordings and the memory they hold."""
+        self._recorded.clear()
+        self._support = self._pool = None
+
     def _record(self, leaves: list[Tensor], structure: Any, size: int, clip_norm: float) -> _Recorded:
         support, device = self._support, leaves[0].device
         assert support is not None
@@ -111,6 +116,7 @@ class FixedShapes:
         recorded = _Recorded(fixed, torch.empty(size, device=device), lambda: (torch.empty(0), torch.empty(0)))
         _fill(recorded, leaves, batch_length(leaves))
         with _unmoved(self._model, device):
+            program(recorded.leaves, recorded.real)  # tables of the support are made outside the recording
             made = _traced(program, recorded) if self._compiled else program
             if device.type != "cuda":
                 recorded.run = lambda: made(recorded.leaves, recorded.real)
@@ -122,8 +128,7 @@ class FixedShapes:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(2):  # lets libraries choose their kernels, and tables be made, outside the recording
-                program(recorded.leaves, recorded.real)
+            program(recorded.leaves, recorded.real)  # libraries choose their kernels outside the recording
         torch.cuda.current_stream().wait_stream(side)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -137,9 +142,9 @@ class FixedShapes:
         return replay
 
 
-def fixed_size(examples: int) -> int:
-    """The next of about eight sizes to each power of two, so that padding adds at most an eighth."""
-    grain: int = max(1, 2 ** (examples.bit_length() - 4))
+def fixed_size(examples: int, sizes: int) -> int:
+    """The next of that many sizes to each power of two: few recordings serve all batches, and padding stays small."""
+    grain: int = max(1, 2 ** (examples.bit_length() - 1) // sizes)
     return -(-examples // grain) * grain
 
 

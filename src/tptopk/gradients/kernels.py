@@ -16,7 +16,12 @@ from torch import Tensor
 
 
 def usable(values: Tensor) -> bool:
-    return values.is_cuda and importlib.util.find_spec("triton") is not None
+    return values.is_cuda and _installed()
+
+
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 @torch.library.custom_op("tptopk::write_products", mutates_args=())
@@ -78,6 +83,20 @@ def round_to_tf32(values: Tensor, weights: Tensor | None) -> Tensor:
 @round_to_tf32.register_fake
 def _(values: Tensor, weights: Tensor | None) -> Tensor:
     return values.new_empty(values.shape)
+
+
+@torch.library.custom_op("tptopk::ghost", mutates_args=())
+def ghost(gg: Tensor, xx: Tensor) -> tuple[Tensor, Tensor]:
+    """`products.ghost` in one pass."""
+    batch, count, _ = gg.shape
+    inner, most = (torch.empty(batch, dtype=torch.float64, device=gg.device) for _ in range(2))
+    _kernels().ghost[(batch,)](gg.contiguous(), xx.contiguous(), inner, most, count, TILE=1024)
+    return inner, most
+
+
+@ghost.register_fake
+def _(gg: Tensor, xx: Tensor) -> tuple[Tensor, Tensor]:
+    return gg.new_empty(len(gg), dtype=torch.float64), gg.new_empty(len(gg), dtype=torch.float64)
 
 
 PICK_TILE, ROUND_TILE = 1024, 4096
@@ -142,4 +161,20 @@ def _kernels() -> SimpleNamespace:
         finite = tl.abs(value) < float("inf")  # false for NaN too
         tl.store(rounded + b * each + n, tl.where(finite, bits.to(tl.float32, bitcast=True), value), mask=n < each)
 
-    return SimpleNamespace(write=write, pick=pick, round=round)
+    @triton.jit  # type: ignore[untyped-decorator]
+    def ghost(gg, xx, inner, most, count, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        b = tl.program_id(0).to(tl.int64)
+        products = tl.zeros((TILE,), dtype=tl.float64)
+        lengths = tl.zeros((TILE,), dtype=tl.float64)
+        for start in range(0, count * count, TILE):
+            n = start + tl.arange(0, TILE)
+            left = tl.load(gg + b * count * count + n, mask=n < count * count, other=0.0).to(tl.float64)
+            right = tl.load(xx + b * count * count + n, mask=n < count * count, other=0.0).to(tl.float64)
+            products += left * right
+            diagonal = (n % (count + 1)) == 0
+            lengths += tl.where(diagonal, tl.sqrt(tl.maximum(left * right, 0.0)), 0.0)
+        length = tl.sum(lengths)
+        tl.store(inner + b, tl.sum(products))
+        tl.store(most + b, length * length)
+
+    return SimpleNamespace(write=write, pick=pick, round=round, ghost=ghost)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class Windows:
         return _offsets(self.positions, self.base.device), _offsets(self.columns, self.base.device)
 
 
-@lru_cache(maxsize=1024)
+@cache  # never dropped: recorded graphs read these tensors
 def _offsets(axes: Axes, device: torch.device) -> Tensor:
     found = torch.zeros(1, dtype=torch.int32, device=device)
     for size, stride in zip(*axes, strict=True):
@@ -100,6 +100,7 @@ class Products:
         self._name = ""
         self._rows: Tensor | None = None  # indices of rows and columns with an active coordinate; None: all
         self._columns: Tensor | None = None
+        self._picked_before = False  # whether g and x hold active rows and columns alone
         self._is_product = True  # whether all that rows and columns cross is active
         self._kept: Dense | None = None
         self.rounding: Tensor | None = None  # [B] the most, squared, that rounding can add to an unclipped gradient
@@ -140,6 +141,8 @@ class Products:
             return self._closed_form()
         if self.way == "ghost":
             return self._ghost()
+        if self._is_product and self.x.columns[1] == (1,):
+            self._shrink()
         own = self.g.numel() + self.x.base.numel()
         worth = WORTH_KEEPING["cuda" if self.g.is_cuda else "cpu"]
         if len(self.g) * self._active <= worth * own and budget.take(len(self.g) * self._active):
@@ -155,8 +158,17 @@ class Products:
         return self._picked(self.g, self.x.written())
 
     def _picked(self, g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._picked_before:
+            return g, x
         g = g if self._rows is None else g.index_select(2, self._rows)
         return g, x if self._columns is None else x.index_select(2, self._columns)
+
+    def _shrink(self) -> None:
+        """Go on with the active rows and columns alone: a smaller matrix, of which all is active."""
+        g, x = self._factors()
+        x = x.contiguous()
+        self.g, self.x = g, Windows(x, ((x.shape[1],), (x.stride(1),)), ((x.shape[2],), (1,)))
+        self._picked_before = True
 
     def _forget(self) -> None:
         """Let go of what is no longer needed, now that gradients are kept or factors taken."""
@@ -183,12 +195,12 @@ class Products:
             gg, xx = (f.double() @ f.double().transpose(1, 2) for f in (g, x))
             return (gg * xx).sum((1, 2)).clamp(min=0.0)
         self._factored = g, x = to_tf32(g), to_tf32(x)
-        gg, xx = ((f @ f.transpose(1, 2)).double() for f in (g, x))
-        most = (gg.diagonal(dim1=1, dim2=2) * xx.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt().sum(1).square()
-        # `most` is (Σ_t ‖g_t‖‖x_t‖)². Entries of gg and xx are sums of products in float32, at least four to an addition.
+        gg, xx = (f @ f.transpose(1, 2) for f in (g, x))
+        inner, most = kernels.ghost(gg, xx) if kernels.usable(g) else ghost(gg, xx)
+        # Entries of gg and xx are sums of products in float32, of at least four to an addition.
         off = (g.shape[2] + x.shape[2]) / 4 * 2.0**-23 + 2.0**-20
         self.rounding = 2.0**-22 * most
-        return (gg * xx).sum((1, 2)).clamp(min=0.0) + off * most
+        return inner.clamp(min=0.0) + off * most
 
     def _written(self, keep: bool) -> tuple[Tensor, Dense | None]:
         """Squared norms of the gradients written out; and their active coordinates [B, k], if they are kept."""
@@ -214,19 +226,18 @@ class Products:
 
     def _numbers_of_one(self) -> int:
         """What one example writes on the way: its gradient, and its windows unless the kernel reads them in place."""
-        if self._has_kernel:
-            return self.shape.numel()
-        return self._height * self._width + self.x.count * self._width
+        matrix = self.g.shape[2] * self.x.width
+        return matrix + (0 if self._has_kernel else self.x.count * self.x.width)
 
     def _piece(self, g: Tensor, x: Windows) -> tuple[Tensor, Tensor | None]:
         """[b, n] some examples' gradients, and where in them the active coordinates are (None: all are)."""
         if self._has_kernel and self._support is not None:
             return self._by_kernel(g, x, True)[1], self._support.indices(self._name)
-        g, inputs = self._picked(g, x.written())
-        values = torch.bmm(g.transpose(1, 2), inputs).flatten(1)
+        inputs = x.written()
         if self._support is None or self._is_product:
-            return values, None
-        return values, self._support.within_crossings(self._name)
+            g, inputs = self._picked(g, inputs)
+            return torch.bmm(g.transpose(1, 2), inputs).flatten(1), None
+        return torch.bmm(g.transpose(1, 2), inputs).flatten(1), self._support.indices(self._name)
 
     def _by_kernel(self, g: Tensor, x: Windows, keep: bool) -> tuple[Tensor, Tensor]:
         squares, values = kernels.write_products(g, x.base, *x.offsets(), keep, list(x.base.stride()))
@@ -248,11 +259,9 @@ class Products:
             g, x = self.g * weights[:, None, None], self.x.base
             if left_out is not None:
                 g, x = g.masked_fill(left_out[:, None, None], 0.0), x.masked_fill(_like(left_out, x), 0.0)
-            if may_round(g):
-                high, low = in_two(g)
-                total = (self._whole_sum(high, x) + self._whole_sum(low, x)).view(self.shape)
-            else:
-                total = self._whole_sum(g, x).view(self.shape)
+            parts = in_two(g) if may_round(g) else (g,)
+            total = torch.stack([self._whole_sum(part, x) for part in parts]).sum(0)
+            total = self._spread(total) if self._picked_before else total.view(self.shape)
         if self._support is None or (self._is_product and self._factored is not None):
             return total
         return self._support.keep(self._name, total)
@@ -264,10 +273,11 @@ class Products:
 
     def _spread(self, total: Tensor) -> Tensor:
         """Put rows and columns that were picked back into their places."""
+        rows, columns = self.shape[0], self.shape[1:].numel()
         if self._columns is not None:
-            total = total.new_zeros(len(total), self.x.width).index_copy_(1, self._columns, total)
+            total = total.new_zeros(len(total), columns).index_copy_(1, self._columns, total)
         if self._rows is not None:
-            total = total.new_zeros(self.shape[0], self.x.width).index_copy_(0, self._rows, total)
+            total = total.new_zeros(rows, columns).index_copy_(0, self._rows, total)
         return total.view(self.shape)
 
     def dense(self) -> Tensor:
@@ -279,6 +289,13 @@ class Products:
 WORTH_KEEPING = {"cuda": 8, "cpu": 4}
 # Numbers written out at once: what a cache can hold; a traced program has to be short instead.
 PIECE = {"cpu": 2**21, "cuda": 2**23, "traced": 2**26}
+
+
+def ghost(gg: Tensor, xx: Tensor) -> tuple[Tensor, Tensor]:
+    """[B] Σ_ts gg_ts xx_ts and (Σ_t √(gg_tt xx_tt))², which is (Σ_t ‖g_t‖‖x_t‖)², both in float64."""
+    gg, xx = gg.double(), xx.double()
+    lengths = (gg.diagonal(dim1=1, dim2=2) * xx.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt()
+    return (gg * xx).sum((1, 2)), lengths.sum(1).square()
 
 
 def _like(examples: Tensor, values: Tensor) -> Tensor:

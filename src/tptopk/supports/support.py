@@ -28,8 +28,8 @@ class Support:
         self.masks = dict(masks)
         self._indices: dict[str, Tensor] = {}
         self._numbers: dict[str, Tensor] = {}
-        self._within: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
+        self._some: dict[tuple[str, ...], Tensor] = {}
         self._crossings: dict[str, tuple[Tensor | None, Tensor | None, bool]] = {}
         counts = torch.stack([mask.sum() for mask in masks.values()]).tolist() if masks else []
         self.sizes: dict[str, int] = dict(zip(masks, counts, strict=True))
@@ -85,18 +85,21 @@ class Support:
             self._numbers[name] = (mask if columns is None else mask.index_select(1, columns)).float()
         return self._numbers[name]
 
-    def within_crossings(self, name: str) -> Tensor:
-        """The active coordinates as flat indices into the matrix of active rows and columns; worked out once."""
-        if name not in self._within:
-            self._within[name] = torch.nonzero(self.as_numbers(name).reshape(-1))[:, 0]
-        return self._within[name]
-
     @property
     def flat_indices(self) -> Tensor:
         """The active coordinates of the whole model, its parameters laid end to end in order; worked out once."""
         if self._flat is None:
             self._flat = torch.nonzero(torch.cat([mask.reshape(-1) for mask in self.masks.values()]))[:, 0]
         return self._flat
+
+    def flat_indices_of(self, names: tuple[str, ...]) -> Tensor:
+        """The active coordinates of some parameters, as places in the whole model laid end to end; worked out once."""
+        if names not in self._some:
+            starts, start = {}, 0
+            for name, mask in self.masks.items():
+                starts[name], start = start, start + mask.numel()
+            self._some[names] = torch.cat([starts[name] + self.indices(name) for name in names])
+        return self._some[names]
 
     def keep(self, name: str, values: Tensor) -> Tensor:
         """`values` with inactive coordinates set to zero, by selection: 0 × NaN would be NaN. Leading axes broadcast."""

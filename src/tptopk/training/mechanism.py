@@ -82,6 +82,8 @@ class Mechanism:
                         "one example does not fit into the device's memory; nothing was released"
                     ) from error
             self._most_examples = examples // 2
+            if self._fixed is not None:
+                self._fixed.forget()
             torch.cuda.empty_cache()
         middle = examples // 2
         return self._sum(take(batch, slice(0, middle)), support, clip_norm) + self._sum(

@@ -37,7 +37,7 @@ from tptopk.training.updates import Updater, WeightAverage, check_optimizer
 
 _trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
 USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of what is free
-MOST_EXAMPLES = {"cpu": 512, "cuda": 8192}  # of one physical batch, unless asked for
+MOST_EXAMPLES = {"cpu": 512, "cuda": 65536}  # of one physical batch, unless asked for
 
 
 @refuse_unknown_keywords
