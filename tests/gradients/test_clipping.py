@@ -11,8 +11,9 @@ from tests.gradients.cases import make
 from tests.gradients.test_rules import flat, random_support
 from tptopk.gradients.capture import Capture
 from tptopk.gradients.clipping import ClippedSum, clipped_sum
-from tptopk.gradients.contributions import Dense, Products, Rows, squared_norms_of
+from tptopk.gradients.contributions import Budget, Dense, Rows, squared_norms_of
 from tptopk.gradients.examples import take
+from tptopk.gradients.products import Products, Windows
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.support import Support
 
@@ -64,7 +65,7 @@ def test_a_bad_inactive_coordinate_does_not_matter(engine):
     gradients[2, 0, 1] = float("nan")
     contribution = Dense(gradients)
     contribution.restrict(support, "weight")
-    assert torch.isfinite(contribution.squared_norms()).all()
+    assert torch.isfinite(contribution.squared_norms(Budget(None))).all()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -88,7 +89,7 @@ def test_an_empty_batch_does_not_run_the_model():
 
 def test_sums_of_different_clip_norms_do_not_add():
     with pytest.raises(ValueError, match="different norms"):
-        ClippedSum({}, 1.0) + ClippedSum({}, 2.0)
+        ClippedSum(torch.zeros(1), {}, 1.0) + ClippedSum(torch.zeros(1), {}, 2.0)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, 1e-9, float("nan"), float("inf")])
@@ -115,11 +116,17 @@ def test_norms_of_many_coordinates_are_not_too_small():
     assert squared_norms_of(values).item() == pytest.approx(1.44 * 20_000_000, rel=5e-6)
 
 
-def assert_alike(contributions, support, left_out=None):
+def matrix(g, x, shape):
+    """A contribution to a matrix, of g [B, T, p] and x [B, T, d]."""
+    x = x.contiguous()
+    return Products(g, Windows(x, ((x.shape[1],), (x.stride(1),)), ((x.shape[2],), (1,))), shape)
+
+
+def assert_alike(contributions, support, left_out=None, limit=None):
     if support is not None:
         for contribution in contributions:
             contribution.restrict(support, "w")
-    norms = [c.squared_norms() for c in contributions]
+    norms = [c.squared_norms(Budget(limit)) for c in contributions]
     weights = torch.rand(len(norms[0]))
     weights = weights if left_out is None else weights.masked_fill(left_out, 0.0)
     sums = [c.weighted_sum(weights, left_out) for c in contributions]
@@ -141,8 +148,9 @@ def test_rows_and_dense_agree(density):
 )
 @pytest.mark.parametrize("mask", ["full", "elements", "rows and columns", "one"])
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
-def test_every_way_to_a_matrix_gradient_agrees(positions, shape, way, mask, scale):
-    """Closed form, ghost and written-out gradients are the same numbers, at any scale and with an example left out."""
+@pytest.mark.parametrize("limit", [None, 0])
+def test_every_way_to_a_matrix_gradient_agrees(positions, shape, way, mask, scale, limit):
+    """Closed form, ghost, kept and recomputed gradients are the same numbers, at any scale and with an example left out."""
     torch.manual_seed(0)
     g, x = scale * torch.randn(4, positions, shape[0]), torch.randn(4, positions, shape[1])
     masks = {
@@ -152,17 +160,17 @@ def test_every_way_to_a_matrix_gradient_agrees(positions, shape, way, mask, scal
         "one": torch.zeros(shape, dtype=torch.bool).index_put_((torch.tensor(1), torch.tensor(2)), torch.tensor(True)),
     }
     support = None if masks[mask] is None else Support({"w": masks[mask]})
-    products, dense = Products(g, x, shape), Dense(torch.einsum("bti,btj->bij", g, x))
-    if support is None or mask == "rows and columns":
+    products, dense = matrix(g, x, shape), Dense(torch.einsum("bti,btj->bij", g, x))
+    if support is None:
         assert products.way == way
-    assert_alike([dense, products], support)
+    assert_alike([dense, products], support, limit=limit)
     g[2, 0, 1] = float("nan")
-    spoilt, clean = Products(g, x, shape), Dense(torch.einsum("bti,btj->bij", g, x))
+    spoilt, clean = matrix(g, x, shape), Dense(torch.einsum("bti,btj->bij", g, x))
     left_out = torch.tensor([False, False, True, False])
     for contribution in (spoilt, clean):
         if support is not None:
             contribution.restrict(support, "w")
-        contribution.squared_norms()
+        contribution.squared_norms(Budget(limit))
     weights = torch.tensor([1.0, 0.5, 0.0, 2.0])
     torch.testing.assert_close(
         spoilt.weighted_sum(weights, left_out), clean.weighted_sum(weights, left_out), rtol=1e-4, atol=1e-6 * scale
@@ -176,11 +184,11 @@ def test_ghost_norms_survive_cancellation():
     g[:, 1] *= -1
     g[:, 1] += 1e-5 * torch.randn(3, 200)
     ghost, truth = (
-        Products(g, x, (200, 100)),
+        matrix(g, x, (200, 100)),
         torch.einsum("bti,btj->bij", g.double(), x.double()).flatten(1).norm(dim=1),
     )
     assert ghost.way == "ghost"
-    torch.testing.assert_close(ghost.squared_norms().sqrt(), truth, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(ghost.squared_norms(Budget(None)).sqrt(), truth, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["conv2d", "used twice, in place", "tied", "lstm", "attention", "transformer"])
@@ -197,3 +205,33 @@ def test_a_capture_can_listen_to_somebody_elses_backward(name):
     for key in ours:
         torch.testing.assert_close(ours[key].dense(), theirs[key].dense())
         torch.testing.assert_close(ours[key].dense().sum(0), model.get_parameter(key).grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_that_is_elsewhere_or_a_model_in_two_places_is_refused():
+    model, (x, y) = make("linear", 0, 3)
+    with pytest.raises(Refusal, match=r"model is on cpu and the batch on meta"):
+        clipped_sum(model, F.cross_entropy, (x.to("meta"), y), Support.full(model), 1.0)
+    support = Support.full(model)
+    model[0].to("meta")
+    with pytest.raises(Refusal, match="several devices"):
+        clipped_sum(model, F.cross_entropy, (x, y), support, 1.0)
+
+
+def test_a_batch_of_strides_and_one_of_nothing():
+    model, (x, y) = make("conv2d", 0, 6)
+    support = Support.full(model)
+    strided = x.transpose(2, 3).contiguous().transpose(2, 3)[::2]
+    assert not strided.is_contiguous()
+    a, b = (
+        flat(clipped_sum(model, F.cross_entropy, (v, y[::2]), support, 0.1)) for v in (strided, x[::2].contiguous())
+    )
+    torch.testing.assert_close(a, b)
+    assert not flat(clipped_sum(model, F.cross_entropy, (x[:0], y[:0]), support, 0.1)).any()
+
+
+def test_channels_last_is_only_a_memory_format():
+    model, (x, y) = make("conv2d", 0, 6)
+    support = random_support(model, 0.5)
+    plain = flat(clipped_sum(model, F.cross_entropy, (x, y), support, 0.1))
+    model, x = model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(flat(clipped_sum(model, F.cross_entropy, (x, y), support, 0.1)), plain)

@@ -185,3 +185,46 @@ def test_a_model_that_is_written_to_during_a_step_stops_the_run():
     mechanism.private_gradient([data, data], Support.full(model), 0, 0)
     with pytest.raises(RuntimeError, match="nothing was released"):
         mechanism.private_gradient([data], Support.full(model), 0, 1)
+
+
+def test_out_of_memory_takes_the_same_records_again_in_halves_and_charges_once(monkeypatch):
+    """As though a GPU had room for three examples: the release is the same, to rounding, as where all fit."""
+    model, data = nn.Linear(4, 3), (torch.randn(10, 4), torch.arange(10) % 3)
+    plan = Plan(
+        phases=(Phase(steps=3, sample_rate=0.5, noise_multiplier=1.0, clip_norm=1.0),), delta=1e-5, dataset_size=20
+    )
+    sizes, released = [], []
+    for most in (100, 3):
+
+        def limited(model, loss, batch, *args, most=most, **kwargs):
+            sizes.append(len(batch[1]))
+            if len(batch[1]) > most:
+                raise torch.OutOfMemoryError("out of memory")
+            return clipped_sum(model, loss, batch, *args, **kwargs)
+
+        monkeypatch.setattr("tptopk.training.mechanism.clipped_sum", limited)
+        ledger = Ledger(plan)
+        mechanism = Mechanism(model, F.cross_entropy, plan, ledger, Streams("r", seed=1))
+        released.append(
+            [mechanism.private_gradient([data], Support.full(model), 0, n).values["weight"] for n in range(3)]
+        )
+        assert sum(segment.steps for segment in ledger.segments()) == 3
+    for a, b in zip(*released, strict=True):
+        torch.testing.assert_close(a, b)
+    assert sizes[3:5] == [10, 5] and max(sizes[5:]) <= 3, "the size that fitted is remembered"
+    assert sum(sizes[5:]) == 3 * 10, "every record once a step"
+
+
+def test_one_example_that_does_not_fit_is_an_error_and_nothing_is_released(monkeypatch):
+    def never(*args, **kwargs):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr("tptopk.training.mechanism.clipped_sum", never)
+    plan = Plan(
+        phases=(Phase(steps=3, sample_rate=0.5, noise_multiplier=1.0, clip_norm=1.0),), delta=1e-5, dataset_size=20
+    )
+    mechanism = Mechanism(nn.Linear(4, 3), F.cross_entropy, plan, Ledger(plan), Streams("r"))
+    with pytest.raises(RuntimeError, match="one example does not fit"):
+        mechanism.private_gradient(
+            [(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))], Support.full(nn.Linear(4, 3)), 0, 0
+        )

@@ -104,8 +104,7 @@ def measure(
         peaks: dict[str, int] = dict.fromkeys(steps, 0)
         for way, step in list(steps.items()):
             try:
-                for n in range(WARM_UP):  # the first also makes what is made once
-                    peaks[way] = max(peaks[way] if n > 1 else 0, peak_bytes(step, place))
+                peaks[way] = max(peak_bytes(step, place) for _ in range(WARM_UP))  # recording included
             except Exception as error:
                 if "Opacus" not in way and "vmap" not in way:
                     raise
@@ -255,6 +254,8 @@ def _vmap_step(model: nn.Module, drawn: Draw, batch: int, *, compiled: bool) -> 
         return {name: torch.einsum("b,b...->...", weights, g) for name, g in gradients.items()}
 
     run = torch.compile(clipped) if compiled else clipped
+    device = next(iter(parameters.values())).device
+    normal = torch.distributions.Normal(torch.zeros((), device=device), torch.ones((), device=device))
 
     @torch.no_grad()
     def step() -> None:
@@ -262,7 +263,7 @@ def _vmap_step(model: nn.Module, drawn: Draw, batch: int, *, compiled: bool) -> 
         with sdpa_kernel(SDPBackend.MATH):
             sums = run(parameters, x, y)
         for name, p in parameters.items():
-            p.sub_(sums[name] + torch.randn_like(p), alpha=1e-3 / batch)
+            p.sub_(sums[name] + normal.sample(p.shape), alpha=1e-3 / batch)  # type: ignore[no-untyped-call]
 
     return step
 

@@ -108,7 +108,7 @@ def _curve(
             peak = [peak_bytes(step, place) for _ in range(bench.WARM_UP)]
             spent = [bench.timed(step, place) for _ in range(rounds)]
         times.append(1e3 * (median(spent) if place.type == "cuda" else min(spent)))
-        peaks.append(max(peak[1:]))
+        peaks.append(max(peak))
     return Curve(
         size, held, list(values), [round(t, 3) for t in times], peaks, _exponents(values, times), _exponents(values, peaks)
     )  # fmt: skip

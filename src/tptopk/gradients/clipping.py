@@ -130,7 +130,7 @@ class Clip:
         if not self.support.covers(name):
             contribution.restrict(self.support, name)
         if isinstance(contribution, Dense) and self.support.sizes[name] <= SMALL:
-            self._small[name] = contribution.values.flatten(1)
+            self._small[name] = contribution.values.reshape(len(contribution.values), -1)
             return
         self._squares.append(contribution.squared_norms(self.budget))
         if contribution.rounding is not None:

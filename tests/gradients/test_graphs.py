@@ -1,0 +1,121 @@
+"""Sums of fixed shape are the ordinary ones. On a CPU the traced program is run as it is; tests/test_cuda.py replays it."""
+
+from __future__ import annotations
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from tests.gradients.cases import CASES, make
+from tests.gradients.test_rules import flat, random_support
+from tptopk.gradients import graphs
+from tptopk.gradients.clipping import clipped_sum
+from tptopk.gradients.graphs import FixedShapes, fixed_size
+from tptopk.supports.support import Support
+
+
+@pytest.fixture(autouse=True)
+def _traced_and_not_compiled(monkeypatch, request):
+    if "compiler" not in request.keywords:
+        monkeypatch.setattr(graphs, "_traced", lambda program, r: make_fx(program)(r.leaves, r.real))
+
+
+def recorder(model):
+    return FixedShapes(model, F.cross_entropy, compiled=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_a_recorded_sum_is_the_ordinary_one_also_padded_and_at_new_weights(name, density):
+    model, (x, y) = make(name, 1, 40)
+    support = random_support(model, density)
+    fixed = recorder(model)
+    assert fixed.clipped_sum((x, y), support, 0.1) is None, "the first batch on a support goes the ordinary way"
+    for n in (40, 37):  # 37 is padded to 40
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.95)
+        found = fixed.clipped_sum((x[:n], y[:n]), support, 0.1)
+        slow = flat(clipped_sum(model, F.cross_entropy, (x[:n], y[:n]), support, 0.1))
+        assert found is not None and (flat(found) - slow).norm() <= 1e-5 * slow.norm() + 1e-7
+    assert len(fixed._recorded) == 1
+
+
+def test_a_bad_example_is_left_to_the_ordinary_way():
+    model, (x, y) = make("linear", 1, 8)
+    fixed, support = recorder(model), Support.full(model)
+    fixed.clipped_sum((x, y), support, 0.1)
+    assert fixed.clipped_sum((x, y), support, 0.1) is not None
+    x[3] = float("nan")
+    assert fixed.clipped_sum((x, y), support, 0.1) is None
+    x[3] = 0.0
+    assert fixed.clipped_sum((x, y), support, 0.1) is not None
+
+
+def test_a_new_support_a_moved_model_or_another_mode_is_recorded_anew():
+    model, (x, y) = make("linear", 1, 8)
+    support, fixed = Support.full(model), recorder(model)
+    ready = [fixed.clipped_sum((x, y), support, 0.1) is not None for _ in range(2)]
+    other = random_support(model, 0.5)
+    ready += [fixed.clipped_sum((x, y), other, 0.1) is not None for _ in range(2)]
+    model[0].weight.data = model[0].weight.data.clone()  # a recording would read the old memory
+    ready += [fixed.clipped_sum((x, y), other, 0.1) is not None for _ in range(2)]
+    model.eval()
+    ready += [fixed.clipped_sum((x, y), other, 0.1) is not None for _ in range(2)]
+    assert ready == [False, True] * 4
+
+
+def test_dice_on_the_host_and_writes_to_the_model_are_not_recorded():
+    class Sometimes(nn.Module):
+        def __init__(self, act):
+            super().__init__()
+            self.layer, self.act = nn.Linear(5, 3), act
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            return self.layer(x) * self.act(self)
+
+    def write(model):
+        model.seen.add_(1.0)
+        return 1.0
+
+    def look(model):
+        return 1.0 if bool(model.layer.weight.sum() > 0) else 2.0
+
+    x, y = torch.randn(8, 5), torch.zeros(8, dtype=torch.long)
+    for act, reason in (
+        (lambda m: 1.0 + random.random(), "random numbers on the host"),
+        (write, "writes to the model"),
+        (look, "cannot be recorded"),
+    ):
+        model = Sometimes(act)
+        fixed, support = recorder(model), Support.full(model)
+        fixed.clipped_sum((x, y), support, 0.1)
+        with pytest.warns(UserWarning, match=reason):
+            assert fixed.clipped_sum((x, y), support, 0.1) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # said once
+            assert fixed.clipped_sum((x, y), support, 0.1) is None
+
+
+@pytest.mark.parametrize(("examples", "sizes", "size"), [
+    (1, 8, 1), (7, 8, 7), (8, 8, 8), (17, 8, 18), (1000, 8, 1024), (1025, 8, 1152), (1025, 32, 1056), (8192, 32, 8192),
+])  # fmt: skip
+def test_padding_stays_small(examples, sizes, size):
+    assert fixed_size(examples, sizes) == size
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_compiled_sum_is_the_ordinary_one():
+    model, (x, y) = make("linear", 1, 8)
+    fixed, support = recorder(model), random_support(model, 0.5)
+    fixed.clipped_sum((x, y), support, 0.1)
+    found = fixed.clipped_sum((x, y), support, 0.1)
+    slow = flat(clipped_sum(model, F.cross_entropy, (x, y), support, 0.1))
+    assert found is not None and (flat(found) - slow).norm() <= 1e-5 * slow.norm()
