@@ -21,9 +21,12 @@ from tptopk.data.digits import digits
 from tptopk.data.files import findings, read_inputs
 from tptopk.experiments import bench as measurements
 from tptopk.experiments import growth as growth_curves
+from tptopk.privacy.ledger import read_ledger
 from tptopk.privacy.methods import METHODS, method_named
-from tptopk.privacy.plan import PrivacyWarning
+from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count
+from tptopk.privacy.statement import as_values as statement_values
+from tptopk.privacy.statement import statement as statement_text
 from tptopk.report.plots import bench_figure, comparison_figure, growth_figure
 from tptopk.report.terminal import (
     TrainingProgress,
@@ -34,12 +37,15 @@ from tptopk.report.terminal import (
     print_growth,
     print_plan,
     print_run,
+    print_verdict,
     print_ways,
 )
 from tptopk.settings import Settings, build, seed_everything
 from tptopk.supports.support import Support
 from tptopk.training.run import Run, load
 from tptopk.training.trainer import fit
+from tptopk.training.verify import UNCHECKED
+from tptopk.training.verify import verify as verify_run
 
 app = typer.Typer(
     help="Train PyTorch models on sensitive data under differential privacy.",
@@ -98,14 +104,25 @@ def train(
         str | None,
         typer.Option(help="folder for the run; the next free runs/METHOD-N if not given", show_default=False),
     ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="go on with the run in this folder, with its own settings", show_default=False)
+    ] = None,
     json_: AsJson = False,
 ) -> None:
     """Train a model privately and write a run folder."""
-    folder = out or _free_folder(settings.method)
+    if resume is not None and out is not None:
+        raise Refusal("give either --out for a new run or --resume for one that was begun")
+    plan = None
+    if resume is not None:
+        settings, plan = _settings_of(resume, settings)
+    folder = resume or out or _free_folder(settings.method)
     try:
-        run = _train(settings, seed, folder, settings.method)
+        run = _train(settings, seed, folder, settings.method, plan)
     except KeyboardInterrupt:
-        print(f"interrupted; what was charged and the model so far are in {folder}", file=sys.stderr)
+        print(
+            f"interrupted; what was charged and the model so far are in {folder}; go on with: tptopk train --resume {folder}",
+            file=sys.stderr,
+        )
         raise typer.Exit(130) from None
     if json_:
         print(json.dumps({**run.summary(), "folder": str(run.folder)}))
@@ -239,12 +256,27 @@ def bench(
 
 
 @app.command()
-def statement(run: Annotated[str, typer.Argument(help="a run folder")]) -> None:
-    """Print what may be claimed for a run, and what may not."""
-    path = Path(run) / "statement.md"
-    if not path.is_file():
-        raise Refusal(f"{run} holds no finished run")
-    print(path.read_text(encoding="utf-8"), end="")
+def statement(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
+    """Print what may be claimed for a run, and what may not, from its ledger."""
+    found = verify_run(run)
+    if found.facts is None:
+        raise Refusal(found.checks[0][2])
+    plan = read_ledger(Path(run).resolve() / "ledger.jsonl").plan
+    print(json.dumps(statement_values(plan, found.facts)) if json_ else statement_text(plan, found.facts))
+
+
+@app.command()
+def verify(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
+    """Recompute a run's ε from its ledger, twice, and check everything in its folder against it."""
+    found = verify_run(run)
+    if json_:
+        values = {"holds": found.holds, "epsilon": found.epsilon, "delta": found.delta, "epsilons": found.epsilons}
+        checks = [{"check": what, "holds": ok, "words": words} for what, ok, words in found.checks]
+        print(json.dumps({**values, "checks": checks, "not_checked": UNCHECKED}))
+    else:
+        print_verdict(found, UNCHECKED, Console())
+    if not found.holds:
+        raise typer.Exit(1)
 
 
 @data_app.command()
@@ -268,8 +300,29 @@ def check(
     print("This looked at the data itself and is not covered by any guarantee.")
 
 
-def _train(settings: Settings, seed: int | None, out: str | None, label: str) -> Run:
-    plan = settings.plan()
+def _settings_of(folder: str, given: Settings) -> tuple[Settings, Plan]:
+    """A run's own settings and plan; only what changes neither its numbers nor its network may be given anew."""
+    may_change = ("device", "micro_batch_size", "memory_limit", "compile")
+    usual = Settings()
+    changed = {
+        f.name: getattr(given, f.name) for f in fields(Settings) if getattr(given, f.name) != getattr(usual, f.name)
+    }
+    for name in changed:
+        if name not in may_change:
+            raise Refusal(
+                f"a run is resumed with its own settings: leave out --{name.replace('_', '-')} (only "
+                + ", ".join("--" + n.replace("_", "-") for n in may_change)
+                + " may be given)"
+            )
+    try:
+        own = Settings(**json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Refusal(f"{folder} is not a run of the command line: {error}") from error
+    return replace(own, **changed), read_ledger(Path(folder).resolve() / "ledger.jsonl").plan
+
+
+def _train(settings: Settings, seed: int | None, out: str | None, label: str, resumed: Plan | None = None) -> Run:
+    plan = resumed or settings.plan()
     training, test = settings.load_data()
     seed_everything(seed)
     model = settings.build_model()
@@ -291,6 +344,7 @@ def _train(settings: Settings, seed: int | None, out: str | None, label: str) ->
             engine=settings.engine,
             device=settings.device,
             out=out,
+            resume=resumed is not None,
             seed=seed,
             on_step=progress,
             config=settings.to_dict(),

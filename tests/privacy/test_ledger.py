@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from tptopk.privacy.ledger import Ledger
+from tptopk.privacy import accounting
+from tptopk.privacy.ledger import BudgetSpent, Ledger, head_of, read_ledger
 from tptopk.privacy.plan import Phase, Plan
+from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.statement import facts_of
 
 PLAN = Plan(
     phases=(
@@ -58,13 +65,14 @@ def test_a_charge_is_on_disk_when_it_returns(tmp_path):
     ledger.charge_queries()
     ledger.charge(0, 0, 7)
     lines = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["plan", "query", "step"]
+    assert [line["kind"] for line in lines] == ["plan", "attempt", "query", "steps"]
     assert Plan.from_dict(lines[0]["plan"]) == PLAN
-    assert lines[2] == {
-        "kind": "step",
+    assert {key: value for key, value in lines[3].items() if key not in ("line", "before", "hash")} == {
+        "kind": "steps",
         "attempt": 1,
         "phase": 0,
-        "step": 0,
+        "first": 0,
+        "count": 1,
         "noise_multiplier": 2.0,
         "sample_rate": 0.1,
         "clip_norm": 1.0,
@@ -72,5 +80,165 @@ def test_a_charge_is_on_disk_when_it_returns(tmp_path):
         "support_size": 7,
         "adjacency": "zero-out",
     }
-    with pytest.raises(FileExistsError):
+    with pytest.raises(Refusal, match="File exists"):
         Ledger(PLAN, tmp_path / "ledger.jsonl")
+
+
+def written(path, steps=4):
+    """A closed ledger with that many steps charged."""
+    ledger = Ledger(PLAN, path)
+    ledger.charge_queries()
+    for phase, step in [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)][:steps]:
+        ledger.charge(phase, step, 5)
+    ledger.close("finished", {"model.safetensors": "0" * 64})
+    return path.read_bytes()
+
+
+def test_a_ledger_reads_back_as_it_was_written(tmp_path):
+    written(tmp_path / "l", 4)
+    record = read_ledger(tmp_path / "l")
+    assert record.plan == PLAN and record.charged == {0: 2, 1: 2} and record.queries and not record.problems
+    assert record.end is not None and record.end["status"] == "finished" and record.attempts == 1 and not record.torn
+
+
+def test_any_byte_changed_is_noticed(tmp_path):
+    """Every byte of the file, each flipped in its lowest bit: a broken chain, or a torn tail without its closing line."""
+    path = tmp_path / "l"
+    content = written(path)
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        path.write_bytes(bytes(changed))
+        try:
+            record = read_ledger(path)
+        except Refusal:
+            continue
+        assert place == len(content) - 1 and record.end is None, f"byte {place}"
+
+
+def test_lines_removed_swapped_or_added_are_noticed(tmp_path):
+    path = tmp_path / "l"
+    lines = written(path).splitlines(keepends=True)
+    for n in range(len(lines) - 1):
+        path.write_bytes(b"".join(lines[:n] + lines[n + 1 :]))
+        with pytest.raises(Refusal):
+            read_ledger(path)
+        path.write_bytes(b"".join([*lines[:n], lines[n + 1], lines[n], *lines[n + 2 :]]))
+        with pytest.raises(Refusal):
+            read_ledger(path)
+    path.write_bytes(b"".join([*lines, lines[-1]]))
+    with pytest.raises(Refusal):
+        read_ledger(path)
+
+
+def test_a_cut_tail_is_a_crash_and_costs_the_whole_plan(tmp_path):
+    path = tmp_path / "l"
+    content = written(path, 2)
+    for cut in range(1, len(content) - content.index(b"\n") - 2, 37):
+        path.write_bytes(content[:-cut])
+        facts = facts_of(read_ledger(path))
+        assert facts.status == "crashed" and facts.epsilon == PLAN.epsilon()
+
+
+def test_a_block_is_charged_ahead_and_forfeited_by_a_crash(tmp_path):
+    ledger = Ledger(PLAN, tmp_path / "l", block=2)
+    ledger.charge(0, 0, 1)
+    assert ledger.charged[0] == 2 and read_ledger(tmp_path / "l").charged[0] == 2
+    ledger.charge(0, 1, 1)
+    ledger.charge(1, 0, 1)
+    assert [line["count"] for line in read_ledger(tmp_path / "l").lines if line["kind"] == "steps"] == [2, 2]
+    ledger.release()
+    again = Ledger.resume(tmp_path / "l", {0: 2}, 0, "")
+    assert again.lost[1] == 2 and again.charged[1] == 2
+
+
+def test_resuming_keeps_what_was_lost_and_drops_what_it_makes_unaffordable(tmp_path):
+    plan = replace(PLAN, phases=(replace(PLAN.phases[0], steps=20), replace(PLAN.phases[1], steps=30)))
+    ledger = Ledger(plan, tmp_path / "l")
+    ledger.charge_queries()
+    for step in range(12):
+        ledger.charge(0, step, 1)
+    ledger.release()
+    with pytest.raises(Refusal, match="not of this ledger"):
+        Ledger.resume(tmp_path / "l", {0: 5}, 8, "f" * 64)
+    again = Ledger.resume(tmp_path / "l", {0: 5}, 0, "")
+    assert again.attempt == 2 and again.lost == {0: 7} and again.steps == {0: 5}
+    taken = 0
+    for phase, numbers in enumerate(plan.phases):
+        for step in range(again.steps[phase], numbers.steps):
+            if again.steps_allowed < 1:
+                with pytest.raises(BudgetSpent):
+                    again.charge(phase, step, 1)
+                break
+            again.charge(phase, step, 1)
+            taken += 1
+    assert taken < 45 and again.epsilon() <= plan.epsilon()
+    one_more = [*again.segments(), plan.phases[1].segment._replace(steps=1)]
+    assert accounting.epsilon(one_more, plan.delta, "rdp") > plan.epsilon(), "no step was dropped that could be paid"
+    record = read_ledger(tmp_path / "l")
+    assert record.charged == again.charged and record.attempts == 2
+
+
+def test_two_writers_and_a_link_are_kept_out(tmp_path):
+    ledger = Ledger(PLAN, tmp_path / "l")
+    with pytest.raises(Refusal, match="another process is writing"):
+        Ledger.resume(tmp_path / "l", {}, 0, "")
+    ledger.release()
+    (tmp_path / "link").symlink_to(tmp_path / "l")
+    with pytest.raises(Refusal, match="cannot open the ledger"):
+        Ledger.resume(tmp_path / "link", {}, 0, "")
+
+
+def test_a_full_disk_charges_nothing_and_leaves_the_chain_whole(tmp_path, monkeypatch):
+    ledger = Ledger(PLAN, tmp_path / "l")
+    ledger.charge(0, 0, 1)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, text: write(file, text[:20]))
+    with pytest.raises(RuntimeError, match="nothing was drawn"):
+        ledger.charge(0, 1, 1)
+    monkeypatch.undo()
+    assert ledger.steps[0] == 1 and read_ledger(tmp_path / "l").charged[0] == 1
+    with pytest.raises(RuntimeError, match="nothing more is charged"):
+        ledger.charge(0, 1, 1)
+
+
+def test_a_ledger_from_a_newer_version_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("tptopk.privacy.ledger.FORMAT", 2)
+    written(tmp_path / "l")
+    monkeypatch.undo()
+    with pytest.raises(Refusal, match="another version"):
+        read_ledger(tmp_path / "l")
+
+
+def test_a_charge_that_is_not_the_plans_is_found(tmp_path):
+    path = tmp_path / "l"
+    lines = [json.loads(line) for line in written(path).splitlines()]
+    lines[3]["noise_multiplier"] = 9.0
+    head, forged = "0" * 64, []
+    for line in lines:
+        line["before"] = head
+        head = line["hash"] = head_of(line)
+        forged.append(json.dumps(line, separators=(",", ":")))
+    path.write_text("\n".join(forged) + "\n")
+    record = read_ledger(path)
+    assert record.problems == ["line 4: noise_multiplier is 9.0, and the plan says 2.0"]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_spoilt_ledger_is_refused_or_costs_no_less(tmp_path, data):
+    """Bytes cut out, written over or put in at random: a clear refusal, or an ε that is not below what was charged."""
+    path = tmp_path / "fuzz"
+    path.unlink(missing_ok=True)
+    content = bytearray(written(path, 3))
+    spent = facts_of(read_ledger(path)).epsilon
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(content)))
+        stop = min(len(content), start + data.draw(st.integers(0, 300)))
+        content[start:stop] = data.draw(st.binary(max_size=20))
+    path.write_bytes(bytes(content))
+    try:
+        found = facts_of(read_ledger(path))
+    except Refusal:
+        return
+    assert found.epsilon >= spent

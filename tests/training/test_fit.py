@@ -183,7 +183,7 @@ def test_a_run_folder_can_be_loaded(tmp_path):
     )
     assert again.statement() == run.statement() == (tmp_path / "run" / "statement.md").read_text()[:-1]
     ledger = [json.loads(line) for line in (tmp_path / "run" / "ledger.jsonl").read_text().splitlines()]
-    assert len(ledger) == 1 + 40
+    assert len(ledger) == 2 + 40 + 1 and ledger[-1]["kind"] == "end"
 
 
 def test_a_run_folder_holds_no_secret(tmp_path, monkeypatch):

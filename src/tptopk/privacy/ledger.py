@@ -1,33 +1,124 @@
-"""What was charged, in order, written down before the noise it pays for is drawn."""
+"""What was charged, in order, written down before the noise it pays for is drawn.
+
+A ledger is a file of JSON lines. Each line holds its number, the hash of the line before, and its own hash; the first
+holds the plan, each attempt at the run opens with a line of its own, and the last closes the run with the hashes of the
+files it left. Nothing is ever rewritten: a line that a crash left half-written never paid for anything, and is cut off
+when the run is resumed.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import Segment
 from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal
+
+FORMAT = 1
+START = "0" * 64  # stands for the line before the first
+
+
+class BudgetSpent(Exception):
+    """The next step would cost more than the plan does. Nothing was charged, and nothing drawn."""
+
+
+def head_of(line: Mapping[str, Any]) -> str:
+    """The hash of a line: SHA-256 of all of it but the hash, in the one form in which lines are written."""
+    content = {key: value for key, value in line.items() if key != "hash"}
+    return hashlib.sha256(_form(content).encode()).hexdigest()
+
+
+def _form(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, ensure_ascii=True, separators=(",", ":"), allow_nan=True)
 
 
 class Ledger:
     """The charges of one run against its plan; with a path, each is on disk before `charge` returns.
 
-    A charge can only be one of the plan's own steps, in order, once: there is no way to charge other noise,
-    another rate or fewer coordinates than the plan says, and none to take a charge back.
+    A charge can only be one of the plan's own steps, in order, once an attempt: there is no way to charge other noise,
+    another rate or fewer coordinates than the plan says, and none to take a charge back. What earlier attempts charged
+    and lost stays charged, and no step is charged that would cost more than the plan does.
+
+    `block` steps are charged by one line, ahead of time; a crash forfeits what is left of a block.
     """
 
-    def __init__(self, plan: Plan, path: Path | None = None, attempt: int = 1) -> None:
-        self.plan, self.path, self.attempt = plan, path, attempt
-        self.steps = Counter[int]()  # phase index → steps charged
-        self._charged_queries = False
-        self._append({"kind": "plan", "plan": plan.to_dict()}, create=True)
+    _broken = False  # whether a line could not be written; then no other is
+
+    def __init__(self, plan: Plan, path: Path | None = None, *, block: int = 1, seeded: bool = False) -> None:
+        self.plan, self.path, self.attempt = plan, path, 1
+        self.steps = Counter[int]()  # phase index → steps taken, those of earlier attempts that were kept among them
+        self.lost = Counter[int]()  # phase index → steps charged whose outcome was lost
+        self._reserved = Counter[int]()  # phase index → steps charged in advance
+        self._block, self._charged_queries = block, False
+        self._allowed: int | None = None  # steps that may still be charged; None: as many as planned
+        self._file: int | None = None
+        self.length, self.head = 0, START
+        if path is not None:
+            self._file = _open_locked(path, os.O_CREAT | os.O_EXCL)
+        self._allowed = _affordable(plan, self.lost, self.steps)
+        self._append({"kind": "plan", "format": FORMAT, "plan": plan.to_dict()})
+        self._append({"kind": "attempt", "attempt": 1, "seeded": seeded})
+
+    @classmethod
+    def resume(
+        cls, path: Path, taken: Mapping[int, int], length: int, head: str, *, block: int = 1, seeded: bool = False
+    ) -> Ledger:
+        """Go on with a ledger from a checkpoint that stood at `taken` steps of each phase and that length and head.
+
+        Every charge after the checkpoint stays charged and is lost.
+        """
+        self = cls.__new__(cls)
+        self._file = _open_locked(path, 0)
+        try:
+            found = read_ledger(path)
+            if length > len(found.lines) or (length and found.lines[length - 1]["hash"] != head):
+                raise Refusal(f"the checkpoint is not of this ledger: {path} does not hold the line that it names")
+            self.plan, self.path, self._block = found.plan, path, block
+            self.attempt = found.attempts + 1
+            self.steps = Counter({phase: count for phase, count in taken.items() if count})
+            self.lost = Counter(found.charged)
+            self.lost.subtract(self.steps)
+            if any(count < 0 for count in self.lost.values()):
+                raise Refusal(f"the checkpoint holds more steps than {path} ever charged; it is of another run")
+            self._reserved = Counter(self.steps)
+            self._charged_queries = found.queries
+            self.length, self.head = len(found.lines), found.head
+            if found.torn:
+                os.ftruncate(self._file, found.size)
+            self._allowed = _affordable(self.plan, self.lost, self.steps)
+            self._append(
+                {"kind": "attempt", "attempt": self.attempt, "seeded": seeded, "from": length, "torn": found.torn}
+            )
+        except BaseException:
+            os.close(self._file)
+            raise
+        return self
+
+    @property
+    def charged(self) -> Counter[int]:
+        """Phase index → steps charged in all attempts, whole blocks counted."""
+        return Counter({i: max(self._reserved[i], self.steps[i]) + self.lost[i] for i in range(len(self.plan.phases))})
+
+    @property
+    def steps_allowed(self) -> int:
+        """How many more steps may be charged without costing more than the plan."""
+        left = self.plan.steps - sum(self.steps.values())
+        return left if self._allowed is None else min(left, self._allowed)
 
     def charge_queries(self) -> None:
         """Charge the plan's queries outside training; first, and whether or not they are asked in the end."""
+        if self._charged_queries:
+            return
         for index, query in enumerate(self.plan.queries):
             self._append(
                 {
@@ -47,26 +138,29 @@ class Ledger:
         in_order = 0 <= phase < len(self.plan.phases) and all(earlier)
         if not in_order or step != self.steps[phase] or step >= self.plan.phases[phase].steps:
             raise RuntimeError(f"step {step} of phase {phase} is not the next step of the plan: nothing was charged")
-        p = self.plan.phases[phase]
-        self._append(
-            {
-                "kind": "step",
-                "attempt": self.attempt,
-                "phase": phase,
-                "step": step,
-                "noise_multiplier": p.noise_multiplier,
-                "sample_rate": p.sample_rate,
-                "clip_norm": p.clip_norm if self.plan.spec.private else None,
-                "divisor": self.plan.expected_batch_size(p),
-                "support_size": support_size,
-                "adjacency": self.plan.adjacency,
-            }
-        )
+        if self.steps_allowed < 1:
+            raise BudgetSpent("one more step would cost more than the plan: nothing was charged")
+        if step >= self._reserved[phase]:
+            count = min(self._block, self.plan.phases[phase].steps - step, self.steps_allowed)
+            self._append(_charge_line(self.plan, self.attempt, phase, step, count, support_size))
+            self._reserved[phase] = step + count
         self.steps[phase] += 1
+        if self._allowed is not None:
+            self._allowed -= 1
+
+    def close(self, status: str, files: Mapping[str, str]) -> None:
+        """The last line: how the run ended and the hashes of the files it left. Then the file is let go."""
+        if self._file is not None:
+            self._append({"kind": "end", "attempt": self.attempt, "status": status, "files": dict(files)})
+            self.release()
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def segments(self) -> list[Segment]:
-        spent = [self.plan.phases[i].segment._replace(steps=n) for i, n in sorted(self.steps.items())]
-        return [q.segment for q in self.plan.queries if self._charged_queries] + spent
+        return _segments(self.plan, self.charged, self._charged_queries)
 
     def epsilon(self, *, delta: float | None = None, accountant: str | None = None) -> float:
         """ε of what has been charged so far. Reading it changes nothing."""
@@ -76,10 +170,174 @@ class Ledger:
             self.segments(), self.plan.delta if delta is None else delta, accountant or self.plan.accountant
         )
 
-    def _append(self, line: dict[str, Any], create: bool = False) -> None:
-        if self.path is None:
-            return
-        with open(self.path, "x" if create else "a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _append(self, content: dict[str, Any]) -> None:
+        if self._broken:
+            raise RuntimeError(f"{self.path} could not be written before: nothing more is charged")
+        line = {"line": self.length, **content, "before": self.head}
+        line["hash"] = head_of(line)
+        if self._file is not None:
+            self._write((_form(line) + "\n").encode())
+        self.length, self.head = self.length + 1, line["hash"]
+
+    def _write(self, text: bytes) -> None:
+        assert self._file is not None
+        before = os.fstat(self._file).st_size
+        try:
+            if os.write(self._file, text) != len(text):
+                raise OSError("the disk is full")
+            os.fsync(self._file)
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._file, before)  # the half-written line paid for nothing
+            self.release()
+            self._broken = True
+            raise RuntimeError(f"{self.path} could not be written ({error}): nothing was drawn") from error
+
+
+def _charge_line(plan: Plan, attempt: int, phase: int, first: int, count: int, support_size: int) -> dict[str, Any]:
+    p = plan.phases[phase]
+    return {
+        "kind": "steps",
+        "attempt": attempt,
+        "phase": phase,
+        "first": first,
+        "count": count,
+        "noise_multiplier": p.noise_multiplier,
+        "sample_rate": p.sample_rate,
+        "clip_norm": p.clip_norm if plan.spec.private else None,
+        "divisor": plan.expected_batch_size(p),
+        "support_size": support_size,
+        "adjacency": plan.adjacency,
+    }
+
+
+def _segments(plan: Plan, charged: Mapping[int, int], queries: bool) -> list[Segment]:
+    spent = [plan.phases[i].segment._replace(steps=n) for i, n in sorted(charged.items()) if n]
+    return [q.segment for q in plan.queries if queries] + spent
+
+
+def _affordable(plan: Plan, lost: Mapping[int, int], taken: Mapping[int, int]) -> int | None:
+    """How many of the remaining steps, in order, keep the whole within what the plan costs; None: all of them."""
+    if not plan.spec.private or (not any(lost.values()) and plan.target_epsilon is None):
+        return None
+    budget = plan.epsilon() if plan.target_epsilon is None else plan.target_epsilon
+    if not any(lost.values()) and plan.epsilon() <= budget:
+        return None
+    remaining = [i for i, p in enumerate(plan.phases) for _ in range(p.steps - taken.get(i, 0))]
+
+    def cost(steps: int) -> float:
+        total = Counter(lost) + Counter(taken) + Counter(remaining[:steps])
+        return accounting.epsilon(_segments(plan, total, True), plan.delta, plan.accountant)
+
+    low, high = 0, len(remaining) + 1  # cost(low) is within the budget or low is 0; cost(high) is not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle) <= budget else (low, middle)
+    return low
+
+
+def _open_locked(path: Path, flags: int) -> int:
+    """Open for appending, and keep every other process out until the file is closed."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | flags, 0o644)
+    except OSError as error:
+        raise Refusal(f"cannot open the ledger {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise Refusal(f"another process is writing to {path}; a run has one writer") from error
+    return file
+
+
+@dataclass
+class LedgerRecord:
+    """A ledger that was read and whose chain holds."""
+
+    plan: Plan
+    lines: list[dict[str, Any]]
+    attempts: int
+    charged: Counter[int]  # phase index → steps, of all attempts
+    queries: bool
+    seeded: bool
+    end: dict[str, Any] | None  # the closing line, if it is the last
+    torn: int  # bytes of a line that was never finished
+    size: int  # bytes of the lines that were
+    problems: list[str] = field(default_factory=list)  # charges that are not the plan's
+
+    @property
+    def head(self) -> str:
+        return str(self.lines[-1]["hash"])
+
+    def segments(self) -> list[Segment]:
+        return _segments(self.plan, self.charged, self.queries)
+
+
+def read_ledger(path: Path) -> LedgerRecord:
+    """Read a ledger; refuse one that was changed anywhere but for a torn last line."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise Refusal(f"cannot read the ledger {path}: {error.strerror}") from error
+    whole, _, tail = raw.rpartition(b"\n")
+    lines: list[dict[str, Any]] = []
+    head = START
+    for number, text in enumerate(whole.split(b"\n") if whole else []):
+        where = f"line {number + 1} of {path}"
+        try:
+            line = json.loads(text.decode("ascii"))
+            intact = isinstance(line, dict) and _form(line).encode() == text and line["hash"] == head_of(line)
+        except (ValueError, KeyError, RecursionError):
+            intact = False
+        if not intact:
+            raise Refusal(f"{where} was changed: it does not have the hash that it states")
+        if line.get("line") != number or line.get("before") != head:
+            raise Refusal(f"{where} does not follow the line before it: lines were removed, added or moved")
+        head = line["hash"]
+        lines.append(line)
+    if not lines:
+        raise Refusal(f"{path} is empty: the run ended before anything was charged; delete its folder and begin anew")
+    return _understood(path, lines, len(tail), len(whole) + 1)
+
+
+def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -> LedgerRecord:
+    first = lines[0]
+    if first.get("kind") != "plan":
+        raise Refusal(f"{path} does not begin with a plan")
+    if first.get("format") != FORMAT:
+        raise Refusal(
+            f"{path} was written by another version of tptopk (format {first.get('format')!r}, here {FORMAT})"
+        )
+    try:
+        plan = Plan.from_dict(first["plan"])
+    except (Refusal, KeyError, TypeError, ValueError) as error:
+        raise Refusal(f"{path} holds no plan that this version can read: {error}") from error
+    record = LedgerRecord(plan, lines, 0, Counter(), False, False, None, torn, size)
+    queries = 0
+    try:
+        for line in lines[1:]:
+            if line["kind"] == "attempt":
+                record.attempts = line["attempt"]
+                record.seeded |= line["seeded"]
+            elif line["kind"] == "steps":
+                _take_charge(record, line)
+            elif line["kind"] == "query":
+                queries += 1
+            elif line["kind"] != "end":
+                raise Refusal(f"line {line['line'] + 1} of {path} is of a kind that this version does not know")
+    except (KeyError, TypeError, IndexError) as error:
+        raise Refusal(f"{path} holds a line that this version cannot read: {error!r}") from error
+    record.queries = queries > 0 or not plan.queries
+    record.end = lines[-1] if lines[-1]["kind"] == "end" and not torn else None
+    return record
+
+
+def _take_charge(record: LedgerRecord, line: Mapping[str, Any]) -> None:
+    phase, count = line["phase"], line["count"]
+    if not (isinstance(phase, int) and 0 <= phase < len(record.plan.phases) and isinstance(count, int) and count > 0):
+        raise Refusal(f"line {line['line'] + 1} charges no step of the plan")
+    expected = _charge_line(record.plan, line["attempt"], phase, line["first"], count, line["support_size"])
+    for key, value in expected.items():
+        if line[key] != value:
+            record.problems.append(f"line {line['line'] + 1}: {key} is {line[key]!r}, and the plan says {value!r}")
+    record.charged[phase] += count

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 from tptopk.privacy import accounting
-from tptopk.privacy.accounting import round_up
+from tptopk.privacy.accounting import Segment, round_up
+from tptopk.privacy.ledger import LedgerRecord
 from tptopk.privacy.plan import Plan
+
+CURVE = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)  # values of δ at which a statement gives ε
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,10 @@ class Facts:
     test_metrics: bool
     averaged: bool
     status: str = "finished"
+    attempts: int = 1  # more than one if the run was resumed
+    taken_steps: list[int] | None = (
+        None  # for each phase, those whose outcome is in the model; None: all that were charged
+    )
 
 
 def statement(plan: Plan, facts: Facts) -> str:
@@ -30,12 +39,69 @@ def statement(plan: Plan, facts: Facts) -> str:
     return "\n".join([*_claim(plan, facts), "", *_mechanism(plan, facts), "", *_limits(plan, facts)]) + "\n"
 
 
+def charged_segments(plan: Plan, facts: Facts) -> list[Segment]:
+    charged = [p.segment._replace(steps=n) for p, n in zip(plan.phases, facts.charged_steps, strict=True) if n]
+    return [*(q.segment for q in plan.queries), *charged]
+
+
+def facts_of(record: LedgerRecord, *, test_metrics: bool = False, averaged: bool = False) -> Facts:
+    """What a ledger alone says. Without its closing line the whole plan is charged, if that is more."""
+    plan, phases = record.plan, range(len(record.plan.phases))
+    charged = [record.charged[i] for i in phases]
+    if record.end is None:
+        charged = [max(n, p.steps) for n, p in zip(charged, plan.phases, strict=True)]
+    facts = Facts(
+        None,
+        charged,
+        record.seeded,
+        test_metrics,
+        averaged,
+        record.end["status"] if record.end else "crashed",
+        record.attempts,
+    )
+    if not plan.spec.private:
+        return facts
+    epsilon = accounting.epsilon(charged_segments(plan, facts), plan.delta, plan.accountant)
+    return Facts(**{**vars(facts), "epsilon": epsilon})
+
+
+def without_amplification(segments: list[Segment], delta: float) -> float:
+    """ε of the same noise if every record had taken part in every step: nothing rests on the sample being secret."""
+    return accounting.epsilon([s._replace(sample_rate=1.0) for s in segments], delta, "pld")
+
+
+def as_values(plan: Plan, facts: Facts) -> dict[str, Any]:
+    """The statement as plain values for JSON."""
+    if not plan.spec.private:
+        return {"private": False, "method": plan.method}
+    segments = charged_segments(plan, facts)
+    return {
+        "private": True,
+        "for_release": not facts.seeded,
+        "status": facts.status,
+        "attempts": facts.attempts,
+        "method": plan.method,
+        "unit": "record",
+        "adjacency": plan.adjacency,
+        "dataset_size": plan.dataset_size,
+        "epsilon": facts.epsilon,
+        "delta": plan.delta,
+        "accountant": plan.accountant,
+        "curve": {f"{delta:g}": accounting.epsilon(segments, delta, plan.accountant) for delta in CURVE},
+        "epsilon_without_amplification": without_amplification(segments, plan.delta),
+        "charged": [s._asdict() for s in segments],
+        "statement": statement(plan, facts),
+    }
+
+
 def _claim(plan: Plan, facts: Facts) -> list[str]:
     assert facts.epsilon is not None
-    charged = [p.segment._replace(steps=n) for p, n in zip(plan.phases, facts.charged_steps, strict=True)]
-    segments = [*(q.segment for q in plan.queries), *charged]
+    segments = charged_segments(plan, facts)
     rdp = accounting.epsilon(segments, plan.delta, "rdp")
     paper = accounting.epsilon(segments, plan.delta, "rdp-paper")
+    plain = without_amplification(segments, plan.delta)
+    points = [(delta, accounting.epsilon(segments, delta, plan.accountant)) for delta in CURVE]
+    curve = ", ".join(f"ε({delta:g}) = {round_up(value)}" for delta, value in points)
     lines = ["# Privacy statement", ""]
     if facts.seeded:
         lines += [
@@ -43,7 +109,13 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
             "The figures below describe the mechanism, not this model.",
             "",
         ]
-    if facts.status != "finished":
+    if facts.status == "crashed":
+        lines += [
+            "This run has **no closing line in its ledger**: it crashed, or is still going on. The whole plan is charged, or what the ledger "
+            "holds if that is more.",
+            "",
+        ]
+    elif facts.status != "finished":
         lines += [
             f"This run is **{facts.status}**: it ended after {sum(facts.charged_steps)} of {plan.steps} steps, and the figures count the "
             "steps that were charged. That it ended, and how, may depend on the data and is not covered.",
@@ -59,6 +131,9 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
         f"Training satisfies **(ε, δ) = ({round_up(facts.epsilon)}, {plan.delta:g})** differential privacy (accountant: {plan.accountant}).",
         "",
         f"- Other accountants, same run: ε = {round_up(rdp)} by RDP, {round_up(paper)} by RDP with the classic conversion. All are upper bounds.",
+        f"- At other δ: {curve}.",
+        f"- The figures count on Poisson sampling with a secret sample. Without that assumption the same noise gives ε = "
+        f"{'∞' if math.isinf(plain) else round_up(plain)} at δ = {plan.delta:g}.",
         "- Unit of privacy: one record of the training set. A person with several records is not covered as one person.",
         f"- Neighbouring datasets: the number of records, {plan.dataset_size:,}, was declared public; one record may be replaced by one "
         "that contributes nothing (zero-out adjacency), accounted as adding or removing a record.",
@@ -93,6 +168,12 @@ def _mechanism(plan: Plan, facts: Facts) -> list[str]:
         "A record whose gradient is not finite contributes zero; no file, message or figure of the run depends on "
         "whether there was one.",
     ]
+    if facts.attempts > 1 and facts.taken_steps is not None:
+        lost = sum(facts.charged_steps) - sum(facts.taken_steps)
+        lines += [
+            f"The run was resumed {facts.attempts - 1} time(s), each time with new randomness. {lost} steps were charged and lost; they stay "
+            f"counted, and {plan.steps - sum(facts.taken_steps)} of the planned steps were not taken."
+        ]
     if facts.averaged:
         lines += ["The released weights are a moving average of the trained ones, which costs nothing."]
     return lines

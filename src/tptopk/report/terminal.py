@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -17,6 +18,7 @@ from tptopk.privacy import accounting
 from tptopk.privacy.accounting import ACCOUNTANTS, round_up
 from tptopk.privacy.plan import Plan
 from tptopk.training.run import Run, StepRecord
+from tptopk.training.verify import Verdict
 
 
 class TrainingProgress:
@@ -241,3 +243,19 @@ def print_growth(values: Mapping[str, Any], console: Console) -> None:
         console.print(
             f"time grows with exponent {time[0]} (upper half {time[1]}), memory with {memory[0]} ({memory[1]})\n"
         )
+
+
+def print_verdict(verdict: Verdict, unchecked: Sequence[str], console: Console) -> None:
+    table = Table()
+    for column in ("check", "", "found"):
+        table.add_column(column)
+    for what, ok, words in verdict.checks:
+        table.add_row(what, "[green]holds[/]" if ok else "[red]FAILS[/]", escape(words))
+    console.print(table)
+    if verdict.holds:
+        console.print(f"This folder supports a claim of (ε, δ) = ({round_up(verdict.epsilon)}, {verdict.delta:g}).")
+    else:
+        console.print("[red]This folder supports no claim.[/]")
+    console.print("Not checked, because no file can show it:")
+    for item in unchecked:
+        console.print(f"- {item}")

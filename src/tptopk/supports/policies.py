@@ -87,6 +87,10 @@ class SupportPolicy:
                 )
         return sizes
 
+    @property
+    def current(self) -> Support:
+        return self._support
+
     def support(self, phase: int, step: int) -> Support:
         """The support for this step; a new object only where it changes."""
         k = self._sizes.get((phase, step))
@@ -108,6 +112,26 @@ class SupportPolicy:
         """Take in the private gradient that was just released on the current support."""
         if self._method.ranking == "score" and self._ranking is None:
             self._scores.add(gradient, self._support)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that later supports depend on, but for the random stream."""
+        found = {f"support/{name}": mask for name, mask in self._support.masks.items()}
+        found |= {f"ranking/{name}": value for name, value in (self._ranking or {}).items()}
+        return found | {f"scores/{name}": value for name, value in self._scores.state().items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from where `state` was taken."""
+
+        names = self._everything.masks  # in the model's order, which a file need not keep
+        device = next(iter(names.values())).device
+
+        def part(kind: str) -> dict[str, Tensor]:
+            return {name: state[f"{kind}/{name}"].to(device) for name in names if f"{kind}/{name}" in state}
+
+        support = Support(part("support"))
+        self._support = self._everything if support == self._everything else support
+        self._ranking = part("ranking") or None
+        self._scores.restore(part("scores/sums"), part("scores/seen"))
 
     def _epoch(self, phase: int, step: int) -> int:
         return list(self._sizes).index((phase, step))

@@ -37,6 +37,12 @@ class CoordinateScores:
             self._sums[name] += support.keep(name, value.square() - gradient.noise_std**2)
             self._seen[name] += support[name]
 
+    def state(self) -> dict[str, Tensor]:
+        return {f"sums/{n}": v for n, v in self._sums.items()} | {f"seen/{n}": v for n, v in self._seen.items()}
+
+    def restore(self, sums: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> None:
+        self._sums, self._seen = dict(sums), dict(seen)
+
     def seen(self) -> dict[str, Tensor]:
         """Which coordinates have been active at least once."""
         return {name: count > 0 for name, count in self._seen.items()}

@@ -1,14 +1,13 @@
 """A run: what training leaves behind, in memory and in a folder.
 
 A run folder holds `run.json` (status, configuration, results), `plan.json`, `ledger.jsonl`, `metrics.jsonl`,
-`support.safetensors`, `model.safetensors` and `statement.md`. None of them holds a noise or sampling secret.
+`support.safetensors`, `model.safetensors` and `statement.md`; until it is finished also checkpoints. None of them holds a noise or sampling secret.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, statement
 from tptopk.supports.support import Support
+from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_durably
 
 FORMAT = 1
 
@@ -94,55 +94,71 @@ class Run:
 
 
 class RunFolder:
-    """Writes a run folder; refuses one that already holds a run."""
+    """Writes a run folder; refuses one that already holds a run, unless that is to be resumed."""
 
-    def __init__(self, path: str | Path, model: nn.Module, plan: Plan, config: Mapping[str, Any]) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: str | Path, model: nn.Module, plan: Plan, config: Mapping[str, Any], *, resume: bool = False
+    ) -> None:
+        self.path = Path(path).resolve()
         for name, value in model.state_dict().items():
             if not isinstance(value, torch.Tensor):
                 raise Refusal(f"the model's state holds {name}, a {type(value).__name__}; only tensors can be saved")
-        if (self.path / "run.json").exists() or (self.path / "ledger.jsonl").exists():
-            raise Refusal(f"{self.path} already holds a run; choose another folder, or move that one away")
+        self.ledger = self.path / "ledger.jsonl"
+        exists = (self.path / "run.json").exists() or self.ledger.exists()
+        if exists and not resume:
+            raise Refusal(f"{path} already holds a run; choose another folder, move that one away, or resume it")
+        if resume and not self.ledger.exists():
+            raise Refusal(f"{path} holds no run to resume")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._write("plan.json", plan.to_json())
+            write_durably(self.path / "plan.json", plan.to_json().encode() + b"\n")
             self._write(
-                "run.json",
-                json.dumps({"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}),
+                "run.json", {"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}
             )
+            self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         except OSError as error:
             raise Refusal(f"cannot write to {self.path}: {error.strerror}") from error
-        self.ledger = self.path / "ledger.jsonl"
-        self._metrics = open(self.path / "metrics.jsonl", "w", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def keep_metrics(self, steps: int) -> list[StepRecord]:
+        """Of an earlier attempt keep the records of the first `steps` steps; later ones were lost."""
+        self._metrics.close()
+        kept = []
+        for line in (self.path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()[:steps]:
+            try:
+                kept.append(StepRecord(**json.loads(line)))
+            except (ValueError, TypeError) as error:
+                raise Refusal(f"{self.path / 'metrics.jsonl'} cannot be read: {error}") from error
+        text = "".join(json.dumps(asdict(record)) + "\n" for record in kept)
+        write_durably(self.path / "metrics.jsonl", text.encode())
+        self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        return kept
 
     def record(self, step: StepRecord) -> None:
         self._metrics.write(json.dumps(asdict(step)) + "\n")
 
-    def close(self, run: Run) -> None:
-        """Write down the end, whatever it was; `run.json` last."""
+    def close(self, run: Run, ledger: Ledger) -> None:
+        """Write down the end, whatever it was: weights, support, the ledger's last line, and `run.json` last."""
         self._metrics.close()
-        save_weights(run.model, self.path / "model.safetensors")
+        save_weights(run.model, self.path / "model.safetensors", {"tptopk.ledger": f"{ledger.length} {ledger.head}"})
         run.support.save(self.path / "support.safetensors")
         # safetensors writes files that only their owner can read; all files of a run have one mode
-        for name in ("model.safetensors", "support.safetensors"):
+        names = ("model.safetensors", "support.safetensors")
+        for name in names:
             shutil.copymode(self.path / "plan.json", self.path / name)
+        ledger.close(run.status, {name: sha256_of(self.path / name) for name in names})
         self.describe(run)
+        if run.status == "finished":
+            remove_checkpoints(self.path)
 
     def describe(self, run: Run) -> None:
-        self._write("statement.md", run.statement())
-        self._write("run.json", json.dumps(run.summary(), indent=2))
+        write_durably(self.path / "statement.md", run.statement().encode() + b"\n")
+        self._write("run.json", run.summary())
 
-    def _write(self, name: str, text: str) -> None:
-        """All of the file or none of it."""
-        temporary = self.path / f".{name}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / name)
+    def _write(self, name: str, values: Mapping[str, Any]) -> None:
+        write_durably(self.path / name, json.dumps(values, indent=2).encode() + b"\n")
 
 
-def save_weights(model: nn.Module, path: Path) -> None:
+def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
     """Parameters and buffers, each stored once: a tied one under its first name, which is enough to restore both."""
     seen: set[int] = set()
     tensors = {}
@@ -150,7 +166,7 @@ def save_weights(model: nn.Module, path: Path) -> None:
         if id(value) not in seen:
             seen.add(id(value))
             tensors[name] = value.detach().cpu().contiguous()
-    save_file(tensors, str(path))
+    save_file(tensors, str(path), metadata=metadata)
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> Run:
@@ -247,11 +263,14 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str) -> Facts:
     """What the statement needs to know beside the plan."""
+    phases = range(len(ledger.plan.phases))
     return Facts(
         epsilon=ledger.epsilon() if ledger.plan.spec.private else None,
-        charged_steps=[ledger.steps[i] for i in range(len(ledger.plan.phases))],
+        charged_steps=[ledger.charged[i] for i in phases],
         seeded=seeded,
         test_metrics=False,
         averaged=averaged,
         status=status,
+        attempts=ledger.attempt,
+        taken_steps=[ledger.steps[i] for i in phases],
     )

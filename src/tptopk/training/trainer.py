@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
@@ -22,18 +23,19 @@ from tptopk.gradients.examples import Batch, per_example, take
 from tptopk.gradients.memory import memory_bound, parse_bytes
 from tptopk.gradients.precision import check_precision, computing_in, forward_in
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_maker
-from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.ledger import Ledger, read_ledger
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count, refuse_unknown_keywords
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
+from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
-from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts
+from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts, load_weights
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
-from tptopk.training.updates import Updater, WeightAverage, check_optimizer
+from tptopk.training.updates import Updater, WeightAverage, check_optimizer, optimizer_state, restore_optimizer
 
 _trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
 USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of what is free
@@ -62,6 +64,8 @@ def fit(
     engine: str = "auto",
     device: torch.device | str | None = None,
     out: str | Path | None = None,
+    resume: bool = False,
+    checkpoint_every: int | None = None,
     seed: int | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
     config: Mapping[str, Any] | None = None,
@@ -83,7 +87,10 @@ def fit(
     `cuda_graphs`: replay the steps of a support as one recorded graph. `compile`: let torch.compile make that
     computation faster, at the price of a minute or so at the start and at the switch of phase.
     `engine`: "auto", "capture", "vmap" or "reference" (see `clipped_sum`).
-    `out`: a folder for the run. `seed`: repeatable noise and samples, for experiments: such a run must not be released.
+    `out`: a folder for the run. `resume`: go on with the run in that folder from its last checkpoint, given the same
+    plan, network, data and optimizer; steps that were charged and lost stay charged, and as many of the last steps as
+    that makes unaffordable are dropped. `checkpoint_every`: steps between checkpoints; a twentieth of the run unless said.
+    `seed`: repeatable noise and samples, for experiments: such a run must not be released.
     `on_step`: called after every step with its `StepRecord`.
 
     Formal guarantees: the sequence of private gradients, and so the model and everything else returned except the
@@ -138,8 +145,19 @@ def fit(
     streams = Streams(run=secrets.token_hex(8), seed=seed)
     policy = SupportPolicy(plan, everything, lambda n: streams.numpy("support", n), score, ratio_schedule)
     average = WeightAverage(model, ema) if ema is not None else None
-    folder = RunFolder(out, model, plan, config or {}) if out is not None else None
-    ledger = Ledger(plan, folder.ledger if folder else None)
+    if resume and out is None:
+        raise Refusal("resume=True needs out=, the folder of the run")
+    if checkpoint_every is not None:
+        check_count("checkpoint_every", checkpoint_every)
+    _check_scheduler_can_be_saved(scheduler, out)
+    standing = Standing(model, optimizer, scheduler, average, policy)
+    if resume and out is not None:
+        ledger = _resumed(Path(out).resolve(), plan, standing, seeded=seed is not None)
+        streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed)
+    folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
+    if not resume:
+        ledger = Ledger(plan, folder.ledger if folder else None, seeded=seed is not None)
+    every = checkpoint_every or max(1, plan.steps // 20)
     mechanism = Mechanism(
         model,
         per_example(loss),
@@ -154,15 +172,17 @@ def fit(
     sampler = PoissonSampler(plan.dataset_size, streams)
     updater = Updater(model, optimizer)
 
-    history: list[StepRecord] = []
+    history = folder.keep_metrics(sum(ledger.steps.values())) if folder and resume else []
     started = time.monotonic()
     status = "failed"
-    support = everything
+    support = policy.current
     try:
         _trained.add(model)
         ledger.charge_queries()
         for phase, numbers in enumerate(plan.phases):
-            for step in range(numbers.steps):
+            for step in range(ledger.steps[phase], numbers.steps):
+                if ledger.steps_allowed < 1:
+                    break
                 _check_length(records, plan)
                 support = policy.support(phase, step)
                 batches = micro_batches(
@@ -185,12 +205,23 @@ def fit(
                     scheduler.step()
                 if average is not None:
                     average.update()
-                history.append(StepRecord(len(history) + 1, phase, support.size, rate, norm))
+                done = sum(ledger.steps.values())
+                history.append(StepRecord(done, phase, support.size, rate, norm))
                 if folder:
                     folder.record(history[-1])
+                if folder and done % every == 0 and done < plan.steps:
+                    standing.save(folder.path, ledger)
                 if on_step:
                     on_step(history[-1])
         status = "finished"
+        dropped = plan.steps - sum(ledger.steps.values())
+        if dropped:
+            warnings.warn(
+                f"the last {dropped} of {plan.steps} steps were dropped: steps that were charged and lost in an earlier "
+                "attempt count, and more would cost more than the plan",
+                PrivacyWarning,
+                stacklevel=3,
+            )
     except KeyboardInterrupt:
         status = "interrupted"
         raise
@@ -214,7 +245,7 @@ def fit(
             dict(config or {}),
         )
         if folder:
-            folder.close(run)
+            folder.close(run, ledger)
     if test_set is not None:
         try:
             run.test = evaluate(model, test_set, loss, collate=collate, device=device)
@@ -271,6 +302,101 @@ def _settle_device(model: nn.Module, device: torch.device | str | None) -> torch
     if len(places) != 1:
         raise Refusal(f"the model's tensors are on {len(places)} devices; move the whole model to one")
     return places.pop()
+
+
+def _check_scheduler_can_be_saved(scheduler: LRScheduler | None, out: object) -> None:
+    if scheduler is None or out is None:
+        return
+    try:
+        json.dumps(scheduler.state_dict())
+    except (TypeError, ValueError) as error:
+        raise Refusal(
+            f"the scheduler's state cannot be written to a checkpoint ({error}); leave out `out` or the scheduler"
+        ) from error
+
+
+def _resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool) -> Ledger:
+    """Put everything back as the last checkpoint has it, and open the ledger for another attempt.
+
+    A run that never came to its first checkpoint starts over, with what it charged counted as lost.
+    """
+    if not (folder / "ledger.jsonl").exists():
+        raise Refusal(f"{folder} holds no run to resume")
+    record = read_ledger(folder / "ledger.jsonl")
+    if record.plan != plan:
+        raise Refusal(f"{folder} holds a run of another plan; a run is resumed with the plan it was begun with")
+    if record.problems:
+        raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
+    if record.end is not None and record.end["status"] == "finished":
+        raise Refusal(f"{folder} holds a run that is finished")
+    found = load_checkpoint(folder)
+    if found is None:
+        return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded)
+    try:
+        other = Plan.from_dict(found.values["plan"]) != plan
+        taken = {int(phase): int(count) for phase, count in found.values["taken"].items()}
+        length, head = int(found.values["length"]), str(found.values["head"])
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise Refusal(f"the checkpoint in {folder} cannot be read: {error}") from error
+    if other:
+        raise Refusal(f"the checkpoint in {folder} is of another plan")
+    standing.restore(found)
+    return Ledger.resume(folder / "ledger.jsonl", taken, length, head, seeded=seeded)
+
+
+class Standing:
+    """Everything that a step changes, so that it can be saved and put back."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        average: WeightAverage | None,
+        policy: SupportPolicy,
+    ) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._average, self._policy = average, policy
+
+    def save(self, folder: Path, ledger: Ledger) -> None:
+        state, optimizer = optimizer_state(self._optimizer)
+        average, averaged = self._average.state() if self._average else ({}, 0)
+        parts = {
+            "model": self._model.state_dict(),
+            "optimizer": state,
+            "average": average,
+            "policy": self._policy.state(),
+        }
+        save_checkpoint(
+            folder,
+            {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()},
+            {
+                "plan": ledger.plan.to_dict(),
+                "taken": dict(ledger.steps),
+                "length": ledger.length,
+                "head": ledger.head,
+                "optimizer": optimizer,
+                "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+                "averaged": averaged,
+            },
+        )
+
+    def restore(self, found: Checkpoint) -> None:
+        try:
+            if (found.values["scheduler"] is None) != (self._scheduler is None):
+                raise Refusal("the checkpoint was made with a scheduler and there is none now, or the other way round")
+            if bool(found.part("average")) != (self._average is not None):
+                raise Refusal("the checkpoint was made with ema and there is none now, or the other way round")
+            load_weights(self._model, found.part("model"))
+            self._model.train()
+            restore_optimizer(self._optimizer, found.part("optimizer"), found.values["optimizer"])
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict(found.values["scheduler"])
+            if self._average is not None:
+                self._average.restore(found.part("average"), found.values["averaged"])
+            self._policy.restore(found.part("policy"))
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise Refusal(f"the checkpoint does not fit this model and optimizer: {error}") from error
 
 
 def _largest_batch(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,28 @@ class Updater:
                     value.copy_(support.keep(name, value))
 
 
+def optimizer_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors by name and plain values."""
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    for index, values in state["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}/{key}"] = value
+            else:
+                plain[f"{index}/{key}"] = value
+    return tensors, {"plain": plain, "groups": state["param_groups"]}
+
+
+def restore_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in {**values["plain"], **tensors}.items():
+        index, _, key = name.partition("/")
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": values["groups"]})
+
+
 class WeightAverage:
     """Exponential moving average of the weights: decay min(`decay`, (1 + t)/(10 + t)). Post-processing, free."""
 
@@ -101,6 +124,15 @@ class WeightAverage:
         decay = min(self._decay, (1 + self._steps) / (10 + self._steps))
         for name, p in self._parameters.items():
             self._average[name].lerp_(p, 1 - decay)
+
+    def state(self) -> tuple[dict[str, Tensor], int]:
+        return self._average, self._steps
+
+    @torch.no_grad()
+    def restore(self, average: Mapping[str, Tensor], steps: int) -> None:
+        self._steps = steps
+        for name, value in self._average.items():
+            value.copy_(average[name])
 
     @torch.no_grad()
     def write_to_model(self) -> None:

@@ -1,0 +1,195 @@
+"""Checks a run folder against itself: what its ledger says, and whether everything else agrees with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from tptopk.privacy import accounting, second_opinion
+from tptopk.privacy.accounting import Segment
+from tptopk.privacy.ledger import LedgerRecord, read_ledger
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.statement import Facts, charged_segments, facts_of, statement
+from tptopk.training.checkpoint import load_checkpoint, sha256_of
+
+AGREEMENT = 0.02  # relative; two right accountants differ by less
+UNCHECKED = (
+    "that the data was the data described, and its size the one declared",
+    "that the software was run unmodified, drew its samples and noise as it says, and kept its secret",
+    "that no other run on the same data was made, or looked at before this one was chosen",
+    "that the whole folder was not written anew by somebody: a ledger proves its own integrity, not its author",
+)
+
+
+@dataclass
+class Verdict:
+    """Each check with its outcome, and the ε that the ledger supports."""
+
+    checks: list[tuple[str, bool, str]] = field(default_factory=list)  # what, whether it holds, in words
+    epsilons: dict[str, float] = field(default_factory=dict)  # by accountant
+    delta: float = math.nan
+    facts: Facts | None = None
+
+    @property
+    def holds(self) -> bool:
+        return all(ok for _, ok, _ in self.checks)
+
+    @property
+    def epsilon(self) -> float:
+        """What may be claimed: the plan's accountant's figure, unless a second one finds more."""
+        return max(self.epsilons.values(), default=math.inf)
+
+    def add(self, what: str, ok: bool, words: str) -> None:
+        self.checks.append((what, ok, words))
+
+
+def verify(path: str | Path) -> Verdict:
+    """Recompute ε from the ledger alone, twice, and check chain, plan, model, support and statement."""
+    folder = Path(path).resolve()
+    verdict = Verdict()
+    try:
+        record = read_ledger(folder / "ledger.jsonl")
+    except Refusal as refusal:
+        verdict.add("ledger", False, str(refusal))
+        return verdict
+    words = f"{len(record.lines)} lines, unbroken"
+    verdict.add(
+        "ledger", True, words + (f"; a last line of {record.torn} bytes was never finished" if record.torn else "")
+    )
+    verdict.add("charges", not record.problems, record.problems[0] if record.problems else "all of them the plan's own")
+    facts = _facts(record, folder, verdict)
+    verdict.facts, verdict.delta = facts, record.plan.delta
+    _recompute(record.plan, facts, verdict)
+    _check_plan(record, folder, verdict)
+    _check_files(record, folder, verdict)
+    _check_statement(record, folder, facts, verdict)
+    return verdict
+
+
+def _facts(record: LedgerRecord, folder: Path, verdict: Verdict) -> Facts:
+    """What was charged; without a closing line the larger of ledger, checkpoint and plan."""
+    described = _described(folder)
+    facts = facts_of(record, test_metrics=bool(described.get("test_metrics")), averaged=bool(described.get("averaged")))
+    if record.end is not None:
+        verdict.add("end", True, f"the run closed its ledger: {record.end['status']}")
+        return facts
+    verdict.add(
+        "end",
+        True,
+        "the run did not close its ledger: it crashed, or is still going on; the larger of ledger, checkpoint and plan is charged",
+    )
+    try:
+        found = load_checkpoint(folder)
+        taken = {int(phase): int(count) for phase, count in found.values["taken"].items()} if found else {}
+        if any(count > record.charged[phase] for phase, count in taken.items()):
+            verdict.add(
+                "checkpoint", False, "it holds more steps than the ledger charged: lines of the ledger are missing"
+            )
+    except (Refusal, KeyError, ValueError, TypeError, AttributeError) as error:
+        verdict.add("checkpoint", False, str(error))
+    return facts
+
+
+def _described(folder: Path) -> dict[str, object]:
+    try:
+        return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")).get("facts", {}))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _recompute(plan: Plan, facts: Facts, verdict: Verdict) -> None:
+    if not plan.spec.private:
+        verdict.add("privacy", False, "the method is 'non-private': there is no guarantee to verify")
+        return
+    segments = charged_segments(plan, facts)
+    verdict.epsilons[f"{plan.accountant}, dp-accounting"] = accounting.epsilon(segments, plan.delta, plan.accountant)
+    verdict.epsilons["our own"] = second_opinion.epsilon(segments, plan.delta)
+    prv = _opacus_prv(segments, plan.delta)
+    if prv is not None:
+        verdict.epsilons["prv, Opacus"] = prv
+    claimed = verdict.epsilons[f"{plan.accountant}, dp-accounting"]
+    worst = max(verdict.epsilons, key=lambda name: verdict.epsilons[name])
+    ok = verdict.epsilons[worst] <= claimed * (1 + AGREEMENT) + 0.01
+    verdict.add("accounting", ok, ", ".join(f"ε = {value:.4f} ({name})" for name, value in verdict.epsilons.items()))
+    budget = plan.target_epsilon
+    if budget is not None:
+        words = f"ε = {claimed:.4f} of a budget of {budget:g}"
+        verdict.add("budget", claimed <= budget * (1 + 1e-9), words)
+
+
+def _opacus_prv(segments: list[Segment], delta: float) -> float | None:
+    try:
+        from opacus.accountants import PRVAccountant
+    except ModuleNotFoundError:
+        return None
+    accountant = PRVAccountant()
+    accountant.history = [(s.noise_multiplier, s.sample_rate, s.steps) for s in segments if s.steps]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return float(accountant.get_epsilon(delta))
+    except Exception:  # it gives up on noise levels that the others can do
+        return None
+
+
+def _check_plan(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
+    try:
+        plan = Plan.from_dict(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+        verdict.add(
+            "plan",
+            plan == record.plan,
+            "plan.json is the ledger's" if plan == record.plan else "plan.json is not the plan that the ledger holds",
+        )
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        verdict.add("plan", False, f"plan.json cannot be read: {error}")
+
+
+def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
+    if record.end is None:
+        verdict.add("files", True, "no closing line names the model and the support; they were not checked")
+        return
+    files = record.end.get("files")
+    for name in ("model.safetensors", "support.safetensors"):
+        what = name.partition(".")[0]
+        try:
+            same = isinstance(files, dict) and sha256_of(folder / name) == files.get(name)
+            verdict.add(what, same, f"{name} is the run's" if same else f"{name} is not the file that the run left")
+        except OSError as error:
+            verdict.add(what, False, f"{name} cannot be read: {error.strerror}")
+    try:
+        with safe_open(str(folder / "model.safetensors"), "pt") as file:
+            stated = (file.metadata() or {}).get("tptopk.ledger", "")
+        last = record.lines[-2]
+        ok = stated == f"{len(record.lines) - 1} {last['hash']}"
+        verdict.add("model's ledger", ok, "the model names this ledger" if ok else "the model names another ledger")
+    except (OSError, SafetensorError) as error:
+        verdict.add("model's ledger", False, f"model.safetensors cannot be read: {error}")
+
+
+def _check_statement(record: LedgerRecord, folder: Path, facts: Facts, verdict: Verdict) -> None:
+    if record.end is None:
+        return
+    described = _described(folder)
+    stated = described.get("epsilon")
+    if record.plan.spec.private:
+        ok = isinstance(stated, (int, float)) and facts.epsilon is not None and stated >= facts.epsilon * (1 - 1e-6)
+        words = f"run.json states ε = {stated}"
+        verdict.add("run.json", ok, words if ok else f"{words}, and the ledger supports ε = {facts.epsilon}")
+    try:
+        written = (folder / "statement.md").read_text(encoding="utf-8")
+        taken = described.get("taken_steps")
+        same = Facts(**{**vars(facts), "taken_steps": taken if isinstance(taken, list) else None})
+        ok = written.strip() == statement(record.plan, same).strip()
+        verdict.add(
+            "statement",
+            ok,
+            "statement.md is what the ledger gives" if ok else "statement.md is not what the ledger gives",
+        )
+    except (OSError, UnicodeDecodeError, TypeError) as error:
+        verdict.add("statement", False, f"statement.md cannot be read: {error}")
