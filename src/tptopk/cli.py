@@ -21,6 +21,7 @@ from tptopk.data.digits import digits
 from tptopk.data.files import findings, read_inputs
 from tptopk.experiments import bench as measurements
 from tptopk.experiments import growth as growth_curves
+from tptopk.privacy.account import open_account, read_account
 from tptopk.privacy.ledger import read_ledger
 from tptopk.privacy.methods import METHODS, method_named
 from tptopk.privacy.plan import Plan, PrivacyWarning
@@ -57,6 +58,8 @@ data_app = typer.Typer(
     help="Look at data before training. Outside the guarantee: keep what these print to yourself.", no_args_is_help=True
 )
 app.add_typer(data_app, name="data")
+account_app = typer.Typer(no_args_is_help=True, help="One budget for several runs on the same data.")
+app.add_typer(account_app, name="account")
 
 Config = Annotated[str | None, typer.Option(help="a TOML file with these same words", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
@@ -279,6 +282,35 @@ def verify(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJs
         raise typer.Exit(1)
 
 
+@account_app.command(name="open")
+def open_(
+    path: Annotated[str, typer.Argument(help="the new account's file")],
+    epsilon: Annotated[float, typer.Option(help="budget ε of all runs together")],
+    delta: Annotated[float, typer.Option(help="δ of the budget")] = 1e-5,
+) -> None:
+    """Open an account for a dataset: a budget that several runs share."""
+    account = open_account(path, epsilon, delta)
+    print(
+        f"{path}: ε = {account.epsilon:g} at δ = {account.delta:g} for all runs, added up at Rényi order {account.order:g}"
+    )
+
+
+@account_app.command()
+def show(path: Annotated[str, typer.Argument(help="an account's file")], json_: AsJson = False) -> None:
+    """Print what an account has paid for, and what is left."""
+    account = read_account(path)
+    if json_:
+        runs = [{"name": run["name"], "cost": run["cost"]} for run in account.runs]
+        values = {"epsilon": account.epsilon, "delta": account.delta, "order": account.order}
+        print(json.dumps({**values, "epsilon_spent": account.epsilon_spent, "runs": runs}))
+        return
+    for run in account.runs:
+        print(f"{run['name'] or '(no folder)'}  ε_α = {run['cost']:.4f}")
+    print(
+        f"{len(account.runs)} runs, ε = {account.epsilon_spent:.4f} of {account.epsilon:g} at δ = {account.delta:g} (Rényi order {account.order:g})"
+    )
+
+
 @data_app.command()
 def check(
     path: Annotated[
@@ -341,6 +373,8 @@ def _train(settings: Settings, seed: int | None, out: str | None, label: str, re
             micro_batch_size=settings.micro_batch_size,
             memory_limit=settings.memory_limit,
             compile=settings.compile,
+            account=settings.account,
+            secure_noise=settings.secure_noise,
             engine=settings.engine,
             device=settings.device,
             out=out,

@@ -55,6 +55,8 @@ class Settings:
     )
     dataset_size: int | None = option(None, "number of training records, which you declare public; needed with --data")
     model: str = option(BUILT_IN_MODEL, "package.module:factory of a function that returns the model")
+    account: str | None = option(None, "an account file that pays for the run (tptopk account open)")
+    secure_noise: bool = option(False, "noise from ChaCha20 instead of Philox; needs the cryptography package")
     micro_batch_size: int | None = option(None, "records in memory at once")
     memory_limit: str | None = option(None, "memory of one physical batch, such as 4GiB")
     precision: str = option("tf32", "fp32, tf32 (a GPU's fast matrix products) or bf16")

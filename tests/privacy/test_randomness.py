@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import sys
 
 import numpy as np
 import pytest
 import torch
 
-from tptopk.privacy.randomness import Streams
+from tptopk.privacy.randomness import Streams, _chacha20
+from tptopk.privacy.refusal import Refusal
 
 CPU = torch.device("cpu")
 
@@ -54,3 +56,25 @@ def test_normal_numbers_are_standard():
     draws = Streams("r").normal(1_000_000, CPU, "noise", 0, 0, "w").double()
     assert abs(draws.mean()) < 4.9e-3
     assert abs(draws.var() - 1) < 4.9 * np.sqrt(2 / 1_000_000)
+
+
+def test_secure_noise_is_standard_normal_keyed_like_the_rest_and_of_any_length():
+    """A million numbers: mean and variance within 4.9 standard errors, once in a million runs each beyond."""
+    streams = Streams("r", secure=True)
+    draws = streams.normal(1_000_001, CPU, "noise", 0, 0).double()
+    assert len(draws) == 1_000_001 and abs(draws.mean()) < 4.9e-3 and abs(draws.var() - 1) < 4.9 * (2 / 1e6) ** 0.5
+    assert abs((draws.square() - 1).mul(draws).mean()) < 4.9 * 15**0.5 / 1e3, "not skewed"
+    assert not torch.equal(draws[:10].float(), streams.normal(10, CPU, "noise", 0, 1))
+    one, two = (Streams("r", seed=1, secure=True).normal(5, CPU, "noise", 0, 0) for _ in range(2))
+    assert torch.equal(one, two) and streams.name == "chacha20" and Streams("r").name == "philox"
+
+
+def test_chacha20_is_the_standards_own():
+    """The key stream of an all-zero key and nonce, as RFC 8439's first block test has it (A.1, vector 1)."""
+    assert _chacha20(bytes(32), 8).hex() == "76b8e0ada0f13d90"
+
+
+def test_without_the_package_secure_noise_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
+    with pytest.raises(Refusal, match="cryptography package"):
+        Streams("r", secure=True)

@@ -60,6 +60,16 @@ def epsilon(segments: Sequence[Segment], delta: float, accountant: str = "pld") 
     return _epsilon(_tidy(segments), delta, accountant, INTERVAL)
 
 
+def renyi_cost(segments: Sequence[Segment], order: float) -> float:
+    """Σ ε_α of all segments at one order α: what a filter with that order adds up."""
+    return float(sum(s.steps * _step_costs(s.noise_multiplier, s.sample_rate, (order,))[0] for s in _tidy(segments)))
+
+
+def renyi_room(epsilon: float, delta: float, order: float) -> float:
+    """How much ε_α at order α converts to (ε, δ), by the conversion of `rdp`; negative if none does."""
+    return epsilon - math.log1p(-1 / order) + math.log(delta * order) / (order - 1)
+
+
 def _tidy(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     """Equal segments merged, those that cost nothing dropped: the order of composition does not matter."""
     steps: dict[tuple[float, float], int] = {}

@@ -38,6 +38,13 @@ def head_of(line: Mapping[str, Any]) -> str:
     return hashlib.sha256(_form(content).encode()).hexdigest()
 
 
+def chained(number: int, before: str, content: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+    """A line that follows the one whose hash is `before`, and how it is written."""
+    line = {"line": number, **content, "before": before}
+    line["hash"] = head_of(line)
+    return line, (_form(line) + "\n").encode()
+
+
 def _form(line: Mapping[str, Any]) -> str:
     return json.dumps(line, ensure_ascii=True, separators=(",", ":"), allow_nan=True)
 
@@ -64,7 +71,7 @@ class Ledger:
         self._file: int | None = None
         self.length, self.head = 0, START
         if path is not None:
-            self._file = _open_locked(path, os.O_CREAT | os.O_EXCL)
+            self._file = open_locked(path, os.O_CREAT | os.O_EXCL)
         self._allowed = _affordable(plan, self.lost, self.steps)
         self._append({"kind": "plan", "format": FORMAT, "plan": plan.to_dict()})
         self._append({"kind": "attempt", "attempt": 1, "seeded": seeded})
@@ -78,7 +85,7 @@ class Ledger:
         Every charge after the checkpoint stays charged and is lost.
         """
         self = cls.__new__(cls)
-        self._file = _open_locked(path, 0)
+        self._file = open_locked(path, 0)
         try:
             found = read_ledger(path)
             if length > len(found.lines) or (length and found.lines[length - 1]["hash"] != head):
@@ -173,10 +180,9 @@ class Ledger:
     def _append(self, content: dict[str, Any]) -> None:
         if self._broken:
             raise RuntimeError(f"{self.path} could not be written before: nothing more is charged")
-        line = {"line": self.length, **content, "before": self.head}
-        line["hash"] = head_of(line)
+        line, text = chained(self.length, self.head, content)
         if self._file is not None:
-            self._write((_form(line) + "\n").encode())
+            self._write(text)
         self.length, self.head = self.length + 1, line["hash"]
 
     def _write(self, text: bytes) -> None:
@@ -236,17 +242,17 @@ def _affordable(plan: Plan, lost: Mapping[int, int], taken: Mapping[int, int]) -
     return low
 
 
-def _open_locked(path: Path, flags: int) -> int:
+def open_locked(path: Path, flags: int) -> int:
     """Open for appending, and keep every other process out until the file is closed."""
     try:
         file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | flags, 0o644)
     except OSError as error:
-        raise Refusal(f"cannot open the ledger {path}: {error.strerror}") from error
+        raise Refusal(f"cannot open {path}: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)
-        raise Refusal(f"another process is writing to {path}; a run has one writer") from error
+        raise Refusal(f"another process is writing to {path}; it has one writer at a time") from error
     return file
 
 
@@ -275,10 +281,18 @@ class LedgerRecord:
 
 def read_ledger(path: Path) -> LedgerRecord:
     """Read a ledger; refuse one that was changed anywhere but for a torn last line."""
+    lines, torn, size = read_chain(path)
+    if not lines:
+        raise Refusal(f"{path} is empty: the run ended before anything was charged; delete its folder and begin anew")
+    return _understood(path, lines, torn, size)
+
+
+def read_chain(path: Path) -> tuple[list[dict[str, Any]], int, int]:
+    """The lines of a chained file, the bytes of a last line that was never finished, and those of the lines that were."""
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise Refusal(f"cannot read the ledger {path}: {error.strerror}") from error
+        raise Refusal(f"cannot read {path}: {error.strerror}") from error
     whole, _, tail = raw.rpartition(b"\n")
     lines: list[dict[str, Any]] = []
     head = START
@@ -295,9 +309,7 @@ def read_ledger(path: Path) -> LedgerRecord:
             raise Refusal(f"{where} does not follow the line before it: lines were removed, added or moved")
         head = line["hash"]
         lines.append(line)
-    if not lines:
-        raise Refusal(f"{path} is empty: the run ended before anything was charged; delete its folder and begin anew")
-    return _understood(path, lines, len(tail), len(whole) + 1)
+    return lines, len(tail), len(whole) + 1 if lines else 0
 
 
 def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -> LedgerRecord:

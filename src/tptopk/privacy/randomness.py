@@ -3,7 +3,8 @@
 The secret is 256 bits of operating-system entropy and stays in memory. A stream's key is
 BLAKE2b(secret; run, attempt, purpose, phase, step, parameter), so that no two places ever share numbers and
 none can be derived from another. On the CPU a stream is NumPy's Philox 4×64 with a 128-bit key; on CUDA, torch's
-own Philox takes a 64-bit seed made the same way.
+own Philox takes a 64-bit seed made the same way. Philox passes statistical tests and is no cryptographic generator. With
+`secure`, noise is made of ChaCha20 key streams with 256-bit keys instead, by the cryptography package, on the CPU.
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+from typing import Any
 
 import numpy as np
 import torch
+
+from tptopk.privacy.refusal import Refusal
 
 
 class Streams:
     """All randomness of one attempt at one run."""
 
-    def __init__(self, run: str, attempt: int = 1, seed: int | None = None) -> None:
+    def __init__(self, run: str, attempt: int = 1, seed: int | None = None, *, secure: bool = False) -> None:
         """`seed` makes a run repeatable for experiments; whoever knows it can subtract the noise."""
+        self._secure = secure
+        if secure:
+            _chacha20(bytes(32), 1)  # refuses before anything is charged where the package is missing
         self._secret = (
             secrets.token_bytes(32) if seed is None else hashlib.sha256(f"tptopk seed {seed}".encode()).digest()
         )
         self._place = [run if seed is None else "", attempt]
+
+    @property
+    def name(self) -> str:
+        return "chacha20" if self._secure else "philox"
 
     def __repr__(self) -> str:
         return "Streams(secret withheld)"
@@ -41,7 +52,28 @@ class Streams:
 
     def normal(self, shape: int, device: torch.device, purpose: str, *place: int | str) -> torch.Tensor:
         """`shape` standard normal numbers in float32 on the device."""
+        if self._secure:
+            key = self._key(purpose, place, 32).to_bytes(32, "little")
+            return torch.from_numpy(_normal_from_bytes(key, shape)).to(device)
         if device.type == "cuda":
             generator = torch.Generator(device).manual_seed(self._key(purpose, place, 8) - 2**63)
             return torch.randn(shape, generator=generator, device=device)
         return torch.from_numpy(self.numpy(purpose, *place).standard_normal(shape, dtype=np.float32)).to(device)
+
+
+def _chacha20(key: bytes, size: int) -> bytes:
+    """The first `size` bytes of the key stream; the key is used for this one stream, so that the nonce may be zero."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    except ModuleNotFoundError as error:
+        raise Refusal("secure noise needs the cryptography package: python -m pip install cryptography") from error
+    return Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(size))
+
+
+def _normal_from_bytes(key: bytes, count: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Box-Muller on 64-bit uniform numbers in float64: tails reach 9.4 standard deviations."""
+    pairs = (count + 1) // 2
+    raw = np.frombuffer(_chacha20(key, 16 * pairs), dtype="<u8")
+    radius = np.sqrt(-2.0 * np.log((raw[:pairs].astype(np.float64) + 1.0) * 2.0**-64))
+    angle = raw[pairs:].astype(np.float64) * (2.0 * np.pi * 2.0**-64)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count].astype(np.float32)

@@ -24,6 +24,7 @@ class Facts:
     test_metrics: bool
     averaged: bool
     status: str = "finished"
+    generator: str = "philox"  # of the noise; or chacha20
     attempts: int = 1  # more than one if the run was resumed
     taken_steps: list[int] | None = (
         None  # for each phase, those whose outcome is in the model; None: all that were charged
@@ -44,20 +45,23 @@ def charged_segments(plan: Plan, facts: Facts) -> list[Segment]:
     return [*(q.segment for q in plan.queries), *charged]
 
 
-def facts_of(record: LedgerRecord, *, test_metrics: bool = False, averaged: bool = False) -> Facts:
+def facts_of(
+    record: LedgerRecord, *, test_metrics: bool = False, averaged: bool = False, generator: str = "philox"
+) -> Facts:
     """What a ledger alone says. Without its closing line the whole plan is charged, if that is more."""
     plan, phases = record.plan, range(len(record.plan.phases))
     charged = [record.charged[i] for i in phases]
     if record.end is None:
         charged = [max(n, p.steps) for n, p in zip(charged, plan.phases, strict=True)]
     facts = Facts(
-        None,
-        charged,
-        record.seeded,
-        test_metrics,
-        averaged,
-        record.end["status"] if record.end else "crashed",
-        record.attempts,
+        epsilon=None,
+        charged_steps=charged,
+        seeded=record.seeded,
+        test_metrics=test_metrics,
+        averaged=averaged,
+        status=record.end["status"] if record.end else "crashed",
+        generator=generator,
+        attempts=record.attempts,
     )
     if not plan.spec.private:
         return facts
@@ -199,9 +203,18 @@ def _limits(plan: Plan, facts: Facts) -> list[str]:
         + (
             "a generator seeded for the experiment"
             if facts.seeded
+            else "ChaCha20 key streams of 256-bit keys from operating-system entropy; samples come from Philox"
+            if facts.generator == "chacha20"
             else "Philox streams keyed from 256 bits of operating-system entropy "
             "(128-bit keys on a CPU, 64-bit on CUDA), which are not cryptographic generators"
         )
         + "; attacks on the low bits of floating-point noise are outside the model.",
+        *(
+            [
+                "- That the run was broken off and resumed when it was: the figures hold if that did not depend on the data."
+            ]
+            if facts.attempts > 1
+            else []
+        ),
         "- What the record cannot prove: that the data was the data described, and that the software was run unmodified.",
     ]

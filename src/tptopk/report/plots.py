@@ -132,3 +132,43 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], path: str | Path, title
         _plain(axes, "x")
     figure.suptitle(title, fontsize=11, color=INK)
     _save(figure, path)
+
+
+def audit_figure(results: Sequence[Any], path: str | Path, title: str) -> None:
+    """One row an audit: its scores with and without the record, and its lower bounds beside the ε that is claimed.
+
+    `results` are the audits of `tptopk.experiments.audit`.
+    """
+    figure, panels = _pyplot().subplots(
+        len(results), 2, figsize=(9, 0.6 + 2.2 * len(results)), width_ratios=[3, 2], layout="constrained", squeeze=False
+    )
+    for (left, right), audit in zip(panels, results, strict=True):
+        every = sorted([*audit.present, *audit.absent])
+        spread = (every[-1] - every[0]) or 1.0
+        edges = [every[0] + spread * n / 60 for n in range(61)]
+        for scores, colour, label in ((audit.absent, MUTED, "without the record"), (audit.present, PRIVATE, "with it")):
+            left.hist(scores, edges, color=colour, alpha=0.6, label=label)
+        for threshold in {t for t in audit.thresholds or () if every[0] <= t <= every[-1]}:
+            left.axvline(threshold, color=INK, linewidth=1, linestyle="--")
+        left.set(yticks=[])
+        left.set_title(f"{audit.name}: {audit.score}", fontsize=9, color=INK, loc="left")
+        left.legend(fontsize=8, frameon=False)
+        broken = audit.verdict != "consistent"
+        for place, bound in enumerate(audit.bounds.values()):
+            right.barh(place, bound, color=OPEN if bound > audit.claimed else PRIVATE, height=0.5, alpha=0.85)
+            right.text(bound, place, f" {bound:.2f}", va="center", fontsize=8, color=INK)
+        right.axvline(audit.claimed, color=INK, linewidth=1.2)
+        right.set_yticks(range(len(audit.bounds)), list(audit.bounds), fontsize=8)
+        right.set(
+            xlim=(0, 1.2 * max(audit.claimed, *audit.bounds.values())), ylim=(len(audit.bounds) - 0.5, -0.5),
+        )  # fmt: skip
+        right.set_title(
+            f"{'BROKEN' if broken else 'consistent'}: at most ε = {audit.claimed:.3g} is claimed at δ = {audit.delta:g}",
+            fontsize=9, color=OPEN if broken else INK, loc="left",
+        )  # fmt: skip
+        for axes in (left, right):
+            _plain(axes, "x")
+    panels[-1][0].set_xlabel("score; dashed: where a guess begins", fontsize=9)
+    panels[-1][1].set_xlabel("ε is at least; line: claimed", fontsize=9)
+    figure.suptitle(title, fontsize=11, color=INK)
+    _save(figure, path)

@@ -261,7 +261,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     model.eval()
 
 
-def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str) -> Facts:
+def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str, generator: str) -> Facts:
     """What the statement needs to know beside the plan."""
     phases = range(len(ledger.plan.phases))
     return Facts(
@@ -273,4 +273,5 @@ def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str) -
         status=status,
         attempts=ledger.attempt,
         taken_steps=[ledger.steps[i] for i in phases],
+        generator=generator,
     )

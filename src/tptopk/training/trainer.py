@@ -23,6 +23,7 @@ from tptopk.gradients.examples import Batch, per_example, take
 from tptopk.gradients.memory import memory_bound, parse_bytes
 from tptopk.gradients.precision import check_precision, computing_in, forward_in
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_maker
+from tptopk.privacy.account import charge_account
 from tptopk.privacy.ledger import Ledger, read_ledger
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
@@ -66,6 +67,8 @@ def fit(
     out: str | Path | None = None,
     resume: bool = False,
     checkpoint_every: int | None = None,
+    account: str | Path | None = None,
+    secure_noise: bool = False,
     seed: int | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
     config: Mapping[str, Any] | None = None,
@@ -90,6 +93,8 @@ def fit(
     `out`: a folder for the run. `resume`: go on with the run in that folder from its last checkpoint, given the same
     plan, network, data and optimizer; steps that were charged and lost stay charged, and as many of the last steps as
     that makes unaffordable are dropped. `checkpoint_every`: steps between checkpoints; a twentieth of the run unless said.
+    `account`: an account file (`tptopk account open`) that pays for the whole plan before the first step.
+    `secure_noise`: noise from ChaCha20 instead of Philox; slower, needs the cryptography package.
     `seed`: repeatable noise and samples, for experiments: such a run must not be released.
     `on_step`: called after every step with its `StepRecord`.
 
@@ -142,7 +147,7 @@ def fit(
             stacklevel=3,
         )
     everything = Support.full(model)
-    streams = Streams(run=secrets.token_hex(8), seed=seed)
+    streams = Streams(run=secrets.token_hex(8), seed=seed, secure=secure_noise)
     policy = SupportPolicy(plan, everything, lambda n: streams.numpy("support", n), score, ratio_schedule)
     average = WeightAverage(model, ema) if ema is not None else None
     if resume and out is None:
@@ -153,8 +158,10 @@ def fit(
     standing = Standing(model, optimizer, scheduler, average, policy)
     if resume and out is not None:
         ledger = _resumed(Path(out).resolve(), plan, standing, seeded=seed is not None)
-        streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed)
+        streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
     folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
+    if account is not None and not resume:  # a resumed run was paid for when it began
+        charge_account(account, plan, str(folder.path) if folder else "")
     if not resume:
         ledger = Ledger(plan, folder.ledger if folder else None, seeded=seed is not None)
     every = checkpoint_every or max(1, plan.steps // 20)
@@ -229,7 +236,9 @@ def fit(
         if average is not None and history:
             average.write_to_model()
         model.eval()
-        facts = ledger_facts(ledger, seeded=seed is not None, averaged=average is not None, status=status)
+        facts = ledger_facts(
+            ledger, seeded=seed is not None, averaged=average is not None, status=status, generator=streams.name
+        )
         run = Run(
             model,
             plan,
