@@ -14,6 +14,7 @@ from tptopk.gradients.clipping import ClippedSum, clipped_sum
 from tptopk.gradients.contributions import Budget, Dense, Rows, squared_norms_of
 from tptopk.gradients.examples import take
 from tptopk.gradients.products import Products, Windows
+from tptopk.privacy.plan import SMALLEST_CLIP_NORM
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.support import Support
 
@@ -97,6 +98,20 @@ def test_a_clip_norm_that_does_not_clip_is_refused(clip_norm):
     model, data = make("linear", 0, 2)
     with pytest.raises(Refusal, match="clip_norm"):
         clipped_sum(model, F.cross_entropy, data, Support.full(model), clip_norm)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["linear", "conv2d", "embedding"])
+def test_the_smallest_clip_norm_still_clips_gradients_just_above_it(name, precision, engine):
+    """Squares of such small coordinates must not vanish from the norm: what is not counted is not clipped."""
+    model, data = make(name, 0, 1)
+
+    def loss(m, batch):
+        return 1e-7 * F.cross_entropy(m(batch[0]).float(), batch[1], reduction="none")
+
+    total = clipped_sum(model, loss, data, Support.full(model), SMALLEST_CLIP_NORM, engine=engine, precision=precision)
+    assert 0.97 * SMALLEST_CLIP_NORM <= flat(total).double().norm() <= SMALLEST_CLIP_NORM * (1 + 1e-5)
 
 
 def test_somebody_elses_autocast_does_not_round_the_sum():

@@ -5,12 +5,17 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from scipy.stats import hypergeom
+from torch import nn
+from torch.nn import functional as F
 
+import tptopk
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy
 from tptopk.supports.support import Support
+from tptopk.training.mechanism import Mechanism
 
 EVERYTHING = Support({"w": torch.ones(10, 8, dtype=torch.bool), "b": torch.ones(20, dtype=torch.bool)})
 
@@ -129,3 +134,51 @@ def test_a_schedule_out_of_range_is_refused_before_training(value):
         SupportPolicy(plan("on-rand"), EVERYTHING, np.random.default_rng, schedule=lambda progress: value)
     with pytest.raises(Refusal, match="did you mean 'cosine'"):
         SupportPolicy(plan("on-rand"), EVERYTHING, np.random.default_rng, schedule="cosinus")
+
+
+def trained(monkeypatch, noise_multiplier, score="paper"):
+    """A tp-topk run on data whose gradients are all in 100 of 1,000 weights: its plan, releases (as numbers), supports."""
+    model = nn.Linear(200, 5, bias=False)
+    x = F.pad(torch.randn(100, 20), (0, 180))
+    numbers = tptopk.Phase(steps=4, sample_rate=0.5, noise_multiplier=noise_multiplier, clip_norm=1.0)
+    p = Plan(
+        phases=(numbers, numbers),
+        delta=1e-5,
+        dataset_size=100,
+        method="tp-topk",
+        active_ratio=0.1,
+        accountant="rdp",
+    )
+    released, supports = [], []
+    inner = Mechanism.private_gradient
+
+    def watched(self, batches, support, phase, step):
+        private = inner(self, batches, support, phase, step)
+        released.append(({n: v.clone() for n, v in private.values.items()}, private.noise_std, phase, step))
+        supports.append(support)
+        return private
+
+    monkeypatch.setattr(Mechanism, "private_gradient", watched)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    tptopk.fit(model, (x, torch.arange(100) % 5), p, optimizer, loss=F.cross_entropy, score=score)
+    return p, released, supports
+
+
+@pytest.mark.parametrize("score", ["paper", "factored"])
+def test_a_support_is_a_function_of_what_was_released(score, monkeypatch):
+    """A policy that is shown copies of the released numbers, and nothing else, chooses the run's supports again."""
+    p, released, supports = trained(monkeypatch, 2.0, score)
+    policy = SupportPolicy(p, supports[0], np.random.default_rng, score)
+    for (values, noise_std, phase, step), support in zip(released, supports, strict=True):
+        assert policy.support(phase, step) == support
+        policy.observe(PrivateGradient(values, noise_std, phase, step))
+    assert supports[0].is_full and supports[-1].size == 100
+
+
+def test_under_noise_that_drowns_the_data_a_support_finds_nothing(monkeypatch):
+    """At σ = 10⁴ the 100 weights that hold all the signal are in the support as often as any others: their number is
+    hypergeometric, as the signal is below 1% of the noise. A false alarm once in a million runs.
+    """
+    _, _, supports = trained(monkeypatch, 1e4)
+    found = int(supports[-1]["weight"][:, :20].sum())
+    assert hypergeom(1000, 100, 100).sf(found - 1) > 1e-6

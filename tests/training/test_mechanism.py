@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from scipy.stats import chi2
 from torch import nn
 from torch.nn import functional as F
 
+import tptopk
 from tptopk.gradients.clipping import clipped_sum
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Phase, Plan
@@ -49,9 +51,9 @@ def flat(values) -> torch.Tensor:
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("engine", ["capture", "vmap"])
 def test_noise_has_the_plans_variance_on_the_support_and_none_elsewhere(phase, sparse, engine):
-    """Over 500,000 draws through the whole step the variance is within 1% of (σC/B)².
+    """Over 500,000 draws through the whole step the variance is within 1.2% of (σC/B)².
 
-    Its relative standard error is √(2/n) ≤ 0.2%, so 1% is 5 standard errors: a false alarm once in a million runs.
+    Its relative standard error is √(2/n) ≤ 0.2%, so 1.2% is 6 standard errors: a false alarm once in 1e8 runs.
     """
     model = wide()
     support = half(model) if sparse else Support.full(model)
@@ -73,8 +75,8 @@ def test_noise_has_the_plans_variance_on_the_support_and_none_elsewhere(phase, s
     expected = (numbers.noise_multiplier * numbers.clip_norm / (numbers.sample_rate * 1000)) ** 2
     assert noise.numel() >= 500_000
     assert private.noise_std**2 == pytest.approx(expected)
-    assert abs(noise.square().mean() / expected - 1) < 0.01
-    assert abs(noise.mean()) < 5 * math.sqrt(expected / noise.numel())
+    assert abs(noise.square().mean() / expected - 1) < 0.012
+    assert abs(noise.mean()) < 6 * math.sqrt(expected / noise.numel())
 
 
 def test_no_two_steps_phases_or_parameters_share_noise():
@@ -92,7 +94,7 @@ def test_no_two_steps_phases_or_parameters_share_noise():
     noise = torch.stack(seen)  # 200 × 900 standard normal numbers, scaled alike
     correlation = torch.corrcoef(noise).fill_diagonal_(0)
     assert noise.unique().numel() > 0.99 * noise.numel()
-    assert correlation.abs().max() < 6 / math.sqrt(900), "19,900 pairs, each beyond 6 standard errors once in 5e8"
+    assert correlation.abs().max() < 7 / math.sqrt(900), "19,900 pairs, each beyond once in 7e11: once in 3e7 runs"
 
 
 def test_an_empty_batch_is_a_full_charged_noisy_step():
@@ -118,6 +120,133 @@ def test_the_divisor_does_not_know_the_batch():
         )
     one = flat(clipped_sum(model, F.cross_entropy, (x, y), Support.full(model), 0.7).values)
     torch.testing.assert_close(found[1] - found[0], 4 * one / 100, rtol=1e-3, atol=1e-7)
+
+
+RECORDS = {  # [n, 200] inputs whose gradients are ordinary, far beyond the clip, on biases and the last layer alone, mixed
+    "none": torch.zeros(0, 200),
+    "ordinary": 0.1 * torch.randn(1, 200, generator=torch.Generator().manual_seed(3)),
+    "huge": torch.full((1, 200), 1e4),
+    "nothing": torch.zeros(1, 200),
+    "many": torch.randn(40, 200, generator=torch.Generator().manual_seed(4)) * torch.logspace(-2, 2, 40)[:, None],
+}
+
+
+def release(model, x, support, phase=0, engine="capture", seed=7) -> torch.Tensor:
+    """What the first step of the phase releases for records of class 0; the noise is the same at every call."""
+    mechanism = Mechanism(model, F.cross_entropy, PLAN, ledger := Ledger(PLAN), Streams("r", seed=seed), engine)
+    for earlier in range(phase):
+        ledger.steps[earlier] = PLAN.phases[earlier].steps
+    batches = [(part, torch.zeros(len(part), dtype=torch.long)) for part in x.split(16)] if len(x) else []
+    return flat(mechanism.private_gradient(batches, support, phase, 0).values)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("records", [name for name in RECORDS if name != "none"])
+def test_the_noise_does_not_know_the_data(records, sparse, phase):
+    """With the stream held, the release less the true clipped sum is the same for any records, and for none."""
+    model = wide()
+    support, numbers = half(model) if sparse else Support.full(model), PLAN.phases[phase]
+    x = RECORDS[records]
+    truth = clipped_sum(
+        model, F.cross_entropy, (x, torch.zeros(len(x)).long()), support, numbers.clip_norm, engine="reference"
+    )
+    noise = release(model, x, support, phase) - flat(truth.values) / PLAN.expected_batch_size(numbers)
+    torch.testing.assert_close(noise, release(model, RECORDS["none"], support, phase), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("engine", ["capture", "vmap", "reference"])
+def test_one_record_moves_the_release_by_at_most_the_clip_norm_over_the_divisor(engine, sparse, phase):
+    """‖M(D ∪ {x}) − M(D)‖ ≤ C/B at equal noise, and = C/B for a record far beyond the clip."""
+    model = wide()
+    support, numbers = half(model) if sparse else Support.full(model), PLAN.phases[phase]
+    most = numbers.clip_norm / PLAN.expected_batch_size(numbers)
+    for others in ("none", "ordinary", "many"):
+        without = release(model, RECORDS[others], support, phase, engine)
+        for record in ("ordinary", "huge", "nothing"):
+            moved = release(model, torch.cat([RECORDS[others], RECORDS[record]]), support, phase, engine) - without
+            assert moved.norm() <= most * (1 + 1e-3)
+            assert record != "huge" or moved.norm() == pytest.approx(most, rel=1e-3)
+
+
+@pytest.mark.parametrize("drawn", [0, 3])
+def test_every_active_coordinate_has_noise_of_its_own(drawn):
+    """Over 1,000 steps each coordinate's variance is the plan's and no two coordinates go together, with a record or none,
+    also where every record's gradient is zero. False alarm: below 1e-6 a run (14 variances at 1e-8, 91 correlations
+    beyond 7 standard errors at 3e-12).
+    """
+    steps = 1000
+    numbers = Phase(steps=steps, sample_rate=0.1, noise_multiplier=1.3, clip_norm=0.7)
+    plan = Plan(phases=(numbers,), delta=1e-5, dataset_size=100, accountant="rdp")
+    model = nn.Linear(6, 4)
+    x, y = torch.randn(drawn, 6), torch.arange(drawn) % 4
+    x[:, 3:] = 0.0  # half of the weights get no gradient
+    support = top_k({n: torch.rand(p.shape) for n, p in trainable(model).items()}, 14)
+    mechanism = Mechanism(model, F.cross_entropy, plan, Ledger(plan), Streams("r"))
+    batches = [(x, y)] if drawn else []
+    signal = flat(clipped_sum(model, F.cross_entropy, (x, y), support, 0.7).values) / 10
+    found = [flat(mechanism.private_gradient(batches, support, 0, step).values) for step in range(steps)]
+    noise = (torch.stack(found) - signal)[:, flat(support.masks).bool()]  # [steps, 14]
+    statistic = noise.square().sum(0) / plan.noise_std(numbers) ** 2
+    low, high = chi2.ppf([5e-9, 1 - 5e-9], steps)
+    assert ((low < statistic) & (statistic < high)).all()
+    assert torch.corrcoef(noise.T).fill_diagonal_(0).abs().max() < 7 / math.sqrt(steps)
+
+
+def test_the_weights_of_a_fitted_model_carry_the_plans_noise():
+    """Where no record has a gradient, SGD at rate 1 moves the weights by the noise alone: of the plan's size, in each
+    phase, on the support. The 150,000 or more draws a phase have a relative standard error of variance of 0.4%, so 2.5%
+    is 6 standard errors: a false alarm once in 1e8 runs.
+    """
+    model = nn.Linear(200, 150, bias=False)
+    plan = Plan(
+        phases=(
+            Phase(steps=5, sample_rate=0.1, noise_multiplier=1.3, clip_norm=0.7),
+            Phase(steps=10, sample_rate=0.2, noise_multiplier=0.9, clip_norm=0.4),
+        ),
+        delta=1e-5,
+        dataset_size=100,
+        method="tp-topk",
+        active_ratio=0.5,
+        accountant="rdp",
+    )
+    weights = [model.weight.detach().double()]
+    run = tptopk.fit(
+        model,
+        (torch.zeros(100, 200), torch.zeros(100, dtype=torch.long)),
+        plan,
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        loss=F.cross_entropy,
+        on_step=lambda record: weights.append(model.weight.detach().double()),
+    )
+    moves = torch.stack(weights).diff(dim=0)
+    assert not moves[5:, ~run.support["weight"]].any()
+    for drawn, numbers in zip((moves[:5], moves[5:, run.support["weight"]]), plan.phases, strict=True):
+        assert drawn.numel() >= 150_000
+        assert abs(drawn.square().mean() / plan.noise_std(numbers) ** 2 - 1) < 0.025
+
+
+def test_a_step_that_fails_half_way_leaves_nothing_for_the_next():
+    """Its charge stands, and the next step is what it would have been without it."""
+    model, x = wide(), RECORDS["many"]
+
+    def broken():
+        yield x, torch.zeros(len(x), dtype=torch.long)
+        raise OSError("disk error")
+
+    found = []
+    for fails in (False, True):
+        mechanism = Mechanism(model, F.cross_entropy, PLAN, ledger := Ledger(PLAN), Streams("r", seed=7))
+        if fails:
+            with pytest.raises(OSError, match="disk error"):
+                mechanism.private_gradient(broken(), Support.full(model), 0, 0)
+        else:
+            mechanism.private_gradient([], Support.full(model), 0, 0)
+        assert ledger.steps[0] == 1
+        found.append(flat(mechanism.private_gradient([], Support.full(model), 0, 1).values))
+    assert torch.equal(*found)
 
 
 def test_micro_batches_of_any_size_give_the_same_release():
