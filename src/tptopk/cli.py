@@ -21,6 +21,8 @@ from tptopk.data.digits import digits
 from tptopk.data.files import findings, read_inputs
 from tptopk.experiments import bench as measurements
 from tptopk.experiments import growth as growth_curves
+from tptopk.experiments.audit import audit_mechanism, audit_run, run_plan
+from tptopk.experiments.planted import audit_planted, audit_values, one_step_plan, plant
 from tptopk.privacy.account import open_account, read_account
 from tptopk.privacy.ledger import read_ledger
 from tptopk.privacy.methods import METHODS, method_named
@@ -28,11 +30,12 @@ from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count
 from tptopk.privacy.statement import as_values as statement_values
 from tptopk.privacy.statement import statement as statement_text
-from tptopk.report.plots import bench_figure, comparison_figure, growth_figure
+from tptopk.report.plots import audit_figure, bench_figure, comparison_figure, growth_figure
 from tptopk.report.terminal import (
     TrainingProgress,
     comparison,
     plan_values,
+    print_audits,
     print_bench,
     print_comparison,
     print_growth,
@@ -43,6 +46,7 @@ from tptopk.report.terminal import (
 )
 from tptopk.settings import Settings, build, seed_everything
 from tptopk.supports.support import Support
+from tptopk.training.checkpoint import write_durably
 from tptopk.training.run import Run, load
 from tptopk.training.trainer import fit
 from tptopk.training.verify import UNCHECKED
@@ -118,6 +122,8 @@ def train(
     plan = None
     if resume is not None:
         settings, plan = _settings_of(resume, settings)
+        if settings.audit_canaries:
+            raise Refusal("a run with canaries cannot be resumed: which of them took part was never written down")
     folder = resume or out or _free_folder(settings.method)
     try:
         run = _train(settings, seed, folder, settings.method, plan)
@@ -282,6 +288,37 @@ def verify(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJs
         raise typer.Exit(1)
 
 
+@app.command()
+def audit(
+    epsilon: Annotated[str, typer.Option(help="ε of one step to attack, separated by commas")] = "1,3,8",
+    delta: Annotated[float, typer.Option(help="δ")] = 1e-5,
+    observations: Annotated[
+        int, typer.Option(help="observations of a step with the record, and as many without")
+    ] = 20_000,
+    runs: Annotated[int, typer.Option(help="whole two-phase runs to attack; 0 for none")] = 400,
+    error_rate: Annotated[float, typer.Option(help="how often a bound may be wrong")] = 0.05,
+    plot: Annotated[str | None, typer.Option(help="write a figure to this file")] = None,
+    json_: AsJson = False,
+) -> None:
+    """Attack the shipped mechanism at its worst case, and print what ε is at least beside what is claimed."""
+    try:
+        budgets = [float(value) for value in epsilon.split(",")]
+    except ValueError as error:
+        raise Refusal(f"epsilon is {epsilon!r}; give numbers separated by commas, such as 1,3,8") from error
+    found = [
+        result
+        for budget in budgets
+        for result in audit_mechanism(one_step_plan(budget, delta), observations=observations, error_rate=error_rate)
+    ]
+    if runs:
+        found.append(audit_run(run_plan(delta=delta), runs=runs, error_rate=error_rate))
+    print(json.dumps([audit_values(result) for result in found])) if json_ else print_audits(found, Console())
+    if plot:
+        audit_figure(found, plot, "Lower bounds on ε by attack, beside the claim")
+    if any(result.verdict != "consistent" for result in found):
+        raise typer.Exit(1)
+
+
 @account_app.command(name="open")
 def open_(
     path: Annotated[str, typer.Argument(help="the new account's file")],
@@ -356,10 +393,14 @@ def _settings_of(folder: str, given: Settings) -> tuple[Settings, Plan]:
 def _train(settings: Settings, seed: int | None, out: str | None, label: str, resumed: Plan | None = None) -> Run:
     plan = resumed or settings.plan()
     training, test = settings.load_data()
+    canaries = None
+    if settings.audit_canaries is not None:
+        check_count("audit_canaries", settings.audit_canaries)
+        training, canaries = plant(training, settings.audit_canaries)
     seed_everything(seed)
     model = settings.build_model()
     with TrainingProgress(plan, label) as progress:
-        return fit(
+        run = fit(
             model,
             training,
             plan,
@@ -383,6 +424,12 @@ def _train(settings: Settings, seed: int | None, out: str | None, label: str, re
             on_step=progress,
             config=settings.to_dict(),
         )
+    if canaries is not None:
+        found = audit_planted(run, canaries)
+        print_audits([found], Console(stderr=True))
+        if run.folder is not None:
+            write_durably(run.folder / "audit.json", json.dumps(audit_values(found)).encode() + b"\n")
+    return run
 
 
 def _free_folder(method: str) -> str:

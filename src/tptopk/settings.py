@@ -57,6 +57,9 @@ class Settings:
     model: str = option(BUILT_IN_MODEL, "package.module:factory of a function that returns the model")
     account: str | None = option(None, "an account file that pays for the run (tptopk account open)")
     secure_noise: bool = option(False, "noise from ChaCha20 instead of Philox; needs the cryptography package")
+    audit_canaries: int | None = option(
+        None, "plant this many made-up records, half of them at random, and audit the run"
+    )
     micro_batch_size: int | None = option(None, "records in memory at once")
     memory_limit: str | None = option(None, "memory of one physical batch, such as 4GiB")
     precision: str = option("tf32", "fp32, tf32 (a GPU's fast matrix products) or bf16")
@@ -86,7 +89,7 @@ class Settings:
             epsilon=self.epsilon,
             delta=self.delta,
             batch_size=self.batch_size,
-            dataset_size=TRAINING if self.dataset_size is None else self.dataset_size,
+            dataset_size=(TRAINING if self.dataset_size is None else self.dataset_size) + (self.audit_canaries or 0),
             steps=self.steps,
             epochs=None if self.steps is not None else 40.0 if self.epochs is None else self.epochs,
             active_ratio=self.active_ratio,

@@ -35,6 +35,7 @@ from tptopk.privacy.refusal import Refusal, check_count, check_number
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support
 from tptopk.training.mechanism import Mechanism
+from tptopk.training.run import StepRecord
 from tptopk.training.trainer import fit
 
 BLOCKS = 250  # canaries of one released step, each with coordinates of its own
@@ -305,8 +306,8 @@ def audit_run(plan: Plan, *, runs: int = 400, error_rate: float = 0.05, seed: in
     """`fit` on `plan`, `runs` times: by a fair coin with a canary record, or with that record zeroed out.
 
     The model has 32 coordinates and a gradient that does not depend on them. The canary's is far longer than C and
-    lies on four coordinates that no other record touches. Scored are the whole update along the canary's direction,
-    how many of the canary's coordinates are in the final support, the size of that support, and the norms of the
+    lies on four coordinates that no other record touches. Scored are the update along the canary's direction, whole and
+    by phase, how many of the canary's coordinates are in the final support, the size of that support, and the norms of the
     private gradients. One half of the runs chooses score and threshold, the other gives the bound. A few hundred
     runs can bound ε by 3 or so at best: this audit finds gross mistakes anywhere in `fit`, the other one small ones
     in a step.
@@ -340,6 +341,11 @@ def _one_run(plan: Plan, present: bool, seed: int | None) -> dict[str, float]:
         gradients[0, :CANARY] = LARGE * max(phase.clip_norm for phase in plan.phases)
     model = nn.Linear(COORDINATES, 1, bias=False)
     nn.init.zeros_(model.weight)
+    moved: dict[bool, float] = {}  # is it past the first phase? → how far the weights lie along the canary by then
+
+    def look(record: StepRecord) -> None:
+        moved[record.phase > 0] = -float(model.weight.detach()[0, :CANARY].sum())
+
     run = fit(
         model,
         (gradients,),
@@ -349,11 +355,14 @@ def _one_run(plan: Plan, present: bool, seed: int | None) -> dict[str, float]:
         precision="fp32",
         micro_batch_size=plan.dataset_size,
         seed=seed,
+        on_step=look,
     )
     norms = [record.gradient_norm or 0.0 for record in run.history]
     first = plan.phases[0].steps
     return {
-        "update along the canary": -float(model.weight.detach()[0, :CANARY].sum()),
+        "update along the canary": moved.get(True, moved[False]),
+        "update along the canary, first phase": moved[False],
+        "update along the canary, later": moved.get(True, moved[False]) - moved[False],
         "canary's coordinates in the support": float(run.support["weight"][0, :CANARY].sum()),
         "support size": float(run.support.size),
         "gradient norms, first phase": sum(norms[:first]),

@@ -63,7 +63,7 @@ def epsilon(segments: Sequence[Segment], delta: float) -> float:
     no steps, rate 0 or infinite noise   cost nothing
     zero noise                           infinity
     one step can lose more than 500      a closed bound, looser: Rényi DP or the Gaussian without sampling
-    δ below 1e-200                       the same
+    at most 1e-12, or δ is below 1e-200  the same
     a rate, count or δ out of range      refused
     ===================================  ============================================================
     """

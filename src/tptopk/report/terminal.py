@@ -259,3 +259,21 @@ def print_verdict(verdict: Verdict, unchecked: Sequence[str], console: Console) 
     console.print("Not checked, because no file can show it:")
     for item in unchecked:
         console.print(f"- {item}")
+
+
+def print_audits(found: Sequence[Any], console: Console) -> None:
+    """`found` are the audits of `tptopk.experiments.audit`."""
+    table = Table()
+    for column in ("attacked", "claimed ε", "ε is at least", "observations", "error rate", "verdict"):
+        table.add_column(column, justify="left" if column in ("attacked", "verdict") else "right")
+    for result in found:
+        bounds = "\n".join(f"{bound:.3f} ({method})" for method, bound in result.bounds.items())
+        table.add_row(
+            result.name,
+            f"{result.claimed:.3f}",
+            bounds,
+            f"{result.observations:,}",
+            f"{result.error_rate:g}",
+            result.verdict,
+        )
+    console.print(table)

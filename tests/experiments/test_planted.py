@@ -1,0 +1,39 @@
+"""Records planted in a real run: coins that nobody wrote down, and a bound that finds training without noise."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from tptopk import Plan, fit
+from tptopk.experiments.planted import NO_CLASS, audit_planted, one_step_plan, plant
+from tptopk.models.networks import mlp
+
+
+def test_records_that_do_not_take_part_contribute_nothing():
+    data = torch.rand(20, 3, 32, 32), torch.arange(20) % 10
+    (inputs, labels), planted = plant(data, 30)
+    assert len(inputs) == len(labels) == 50 and torch.equal(inputs[:20], data[0]) and torch.equal(labels[:20], data[1])
+    assert torch.equal(labels[20:] == NO_CLASS, ~planted.included) and 0 < planted.included.sum() < 30
+    assert not torch.equal(plant(data, 30)[1].included, plant(data, 30)[1].included), "fresh coins every time"
+
+
+def test_a_run_that_learns_its_records_by_heart_is_found_out_and_a_private_one_is_not():
+    """Almost no noise against ε = 1, 200 planted records; the second verdict fails once in twenty at most, by its bound."""
+    torch.manual_seed(0)
+    training, planted = plant((torch.rand(20, 3, 32, 32), torch.arange(20) % 10), 200)
+    bounds = []
+    for noise in (1e-3, 20.0):
+        phase = one_step_plan(1.0, 1e-5).phases[0]
+        phases = (type(phase)(steps=60, sample_rate=1.0, noise_multiplier=noise, clip_norm=1.0),)
+        plan = Plan(phases=phases, delta=1e-5, dataset_size=220, accountant="rdp")
+        torch.manual_seed(1)
+        model = mlp()
+        run = fit(model, training, plan, torch.optim.SGD(model.parameters(), lr=1.0), loss=F.cross_entropy, seed=1)
+        bounds.append((audit_planted(run, planted).bounds["one run"], run.epsilon))
+    assert bounds[0][0] > 1.0 and bounds[1][0] <= bounds[1][1]
+
+
+def test_one_step_costs_what_it_is_calibrated_to():
+    for epsilon in (1.0, 8.0):
+        assert 0.999 * epsilon <= one_step_plan(epsilon, 1e-5).epsilon() <= epsilon
