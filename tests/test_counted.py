@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PLACES = ("tests/privacy", "tests/supports", "tests/gradients", "tests/training", "tests/mutants", "tests/experiments/test_audit.py")
+PLACES = (
+    "tests/privacy",
+    "tests/supports",
+    "tests/gradients",
+    "tests/training",
+    "tests/mutants",
+    "tests/experiments/test_audit.py",
+)
 
 
 def test_as_many_privacy_tests_are_collected_as_the_privacy_page_states():
@@ -17,4 +24,6 @@ def test_as_many_privacy_tests_are_collected_as_the_privacy_page_states():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-p", "no:cacheprovider", *PLACES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     collected = sum("::" in line for line in done.stdout.splitlines())
-    assert collected >= int(stated[1]), f"{collected} collected; if some were removed on purpose, say so in docs/privacy.md"
+    assert collected >= int(stated[1]), (
+        f"{collected} collected; if some were removed on purpose, say so in docs/privacy.md"
+    )

@@ -13,13 +13,15 @@ from tptopk.experiments.audit import (
     audit_mechanism,
     audit_run,
     canary_records,
-    clopper_pearson_bound,
-    gaussian_epsilon,
     guesses_by_rank,
     one_run_audit,
+    run_plan,
+)
+from tptopk.experiments.lower_bounds import (
+    clopper_pearson_bound,
+    gaussian_epsilon,
     one_run_bound,
     one_run_p_value,
-    run_plan,
 )
 from tptopk.gradients.clipping import ClippedSum, clipped_sum
 from tptopk.privacy.accounting import Segment, noise_for
@@ -49,6 +51,7 @@ def test_bounds_of_one_step_come_near_the_claim_and_stay_below_it(epsilon, gauss
         assert audit.claimed == pytest.approx(epsilon, rel=2e-3) and audit.observations == 40_000
         assert audit.bounds["Gaussian DP"] >= gaussian
         assert audit.bounds["Clopper-Pearson"] >= counted
+        assert audit.verdict == "consistent"
     for audit in audit_mechanism(plan, error_rate=1e-6, seed=2):
         assert 0 < audit.bounds["Clopper-Pearson"] <= audit.claimed
         assert 0 < audit.bounds["Gaussian DP"] <= audit.claimed
@@ -97,7 +100,7 @@ def test_a_broken_mechanism_is_caught_at_error_rate_one_in_a_million(monkeypatch
 
 
 def test_a_correct_whole_run_is_consistent():
-    audit = audit_run(run_plan(), runs=120, seed=0)
+    audit = audit_run(run_plan(epsilon=4.0), runs=120, seed=0)
     assert audit.verdict == "consistent" and audit.observations == 60
     assert 0 <= audit.bounds["Clopper-Pearson"] <= audit.claimed == pytest.approx(4.0, rel=2e-3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -302,3 +303,14 @@ def test_no_file_of_a_run_holds_a_secret_or_a_generators_state(tmp_path, monkeyp
     for path in (tmp_path / "run").iterdir():
         content = path.read_bytes()
         assert not any(needle in content for needle in needles if len(needle) >= 8), path.name
+
+
+def test_a_run_stops_before_the_step_that_would_overspend(tmp_path):
+    """A plan written by hand that costs more than its own budget: the model of the steps that it can pay for is left, readable."""
+    dear = dataclasses.replace(PLAN, target_epsilon=PLAN.epsilon() / 2)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(PrivacyWarning, match="steps were dropped"):
+        found = tptopk.fit(model, data(), dear, optimizer, loss=F.cross_entropy, out=tmp_path / "run")
+    assert found.epsilon <= dear.target_epsilon and 0 < len(found.history) < dear.steps
+    assert verify(tmp_path / "run").holds and tptopk.load(tmp_path / "run", nn.Linear(6, 3)).epsilon == found.epsilon

@@ -9,7 +9,9 @@ An audit can show that a claim is wrong, never that it is right. Three of them:
 ===================  ==========================================================================================
 
 What to look at (which score, which threshold) is chosen on a pilot, and the bounds are computed on observations
-that had no part in the choice. Every bound is above the ε of correct code with probability `error_rate` at most.
+that had no part in the choice. A bound is above the ε of correct code with probability `error_rate` at most. Of many
+bounds at 5% some will be; so the first two give their verdict by bounds of its own, at an error rate of `ALARM_RATE` or
+less. The third gives it at `error_rate`: its δ term, 2mδ, leaves no room for a much smaller one.
 """
 
 from __future__ import annotations
@@ -17,14 +19,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from scipy import special, stats  # type: ignore[import-untyped]
+from scipy import special  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from tptopk.experiments.lower_bounds import Values, clopper_pearson_bound, gdp_bound, one_run_bound
 from tptopk.gradients.examples import Batch
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import Segment
@@ -39,11 +42,11 @@ from tptopk.training.run import StepRecord
 from tptopk.training.trainer import fit
 
 BLOCKS = 250  # canaries of one released step, each with coordinates of its own
+ALARM_RATE = 1e-4  # how often a verdict may call correct code broken, for each bound
 PILOT = 10_000  # observations on which `audit_mechanism` chooses; not among those it counts
 LARGE = 1e3  # norm of a canary's gradient, in clipping norms
 COORDINATES, CANARY = 32, 4  # of the model of `audit_run`, and of them the canary's
 
-Values: TypeAlias = NDArray[np.float64]
 Coins: TypeAlias = NDArray[np.bool_]  # whether the record was there
 
 
@@ -55,8 +58,10 @@ class Audit:
     claimed: float  # ε
     delta: float
     bounds: Mapping[str, float]  # method → ε is at least this
+    sure: Mapping[str, float]  # the same at the verdict's error rate; the verdict goes by these
     observations: int  # counted, with and without the record together
     error_rate: float  # of each bound
+    verdict_rate: float
     score: str
     thresholds: tuple[float, float] | None  # the record is guessed absent up to the first, present above the second
     present: Values = field(repr=False)
@@ -64,72 +69,17 @@ class Audit:
 
     @property
     def verdict(self) -> str:
-        """`consistent`, or `BROKEN` and why. Correct code is called broken as often as one of its bounds fails."""
-        method, bound = max(self.bounds.items(), key=lambda item: item[1])
+        """`consistent`, or `BROKEN` and why."""
+        method, bound = max(self.sure.items(), key=lambda item: item[1])
         if bound <= self.claimed:
             return "consistent"
         return (
-            f"BROKEN: ε is at least {bound:.3g} ({method}, {self.score}, error rate {self.error_rate:g}), "
+            f"BROKEN: ε is at least {bound:.3g} ({method}, {self.score}, error rate {self.verdict_rate:g}), "
             f"and {self.claimed:.3g} is claimed"
         )
 
 
-# ---- Bounds ----------------------------------------------------------------------------------------------------------
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """ε of μ-GDP at δ, rounded down: δ = Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2) (Dong, Roth and Su 2022, corollary 2.13)."""
-
-    def delta_at(epsilon: float) -> float:
-        first, second = special.log_ndtr(-epsilon / mu + mu / 2), special.log_ndtr(-epsilon / mu - mu / 2)
-        return float(np.exp(first) - np.exp(epsilon + second))
-
-    if mu <= 0 or delta_at(0.0) <= delta:
-        return 0.0
-    low, high = 0.0, 1.0
-    while delta_at(high) > delta:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if delta_at(middle) > delta else (low, middle)
-    return low
-
-
-def gdp_bound(present: Values, absent: Values, delta: float, error_rate: float) -> float:
-    """ε(δ) of the least μ-GDP that lets an observation with the record beat one without it this often.
-
-    Formal guarantees: telling (with, without) from (without, with) is two observations, √2·μ-GDP, so
-    P[with > without] ≤ Φ(μ/√2) whatever the score and its distribution; the probability is bounded from below by
-    Clopper and Pearson on independent pairs. No threshold is needed. Right only for a mechanism that claims μ-GDP,
-    as one step without sampling does. Ties count against.
-    """
-    pairs = min(len(present), len(absent))
-    likely = float(_at_least((present[:pairs] > absent[:pairs]).sum(), pairs, error_rate))
-    return gaussian_epsilon(math.sqrt(2) * float(special.ndtri(likely)), delta) if likely > 0.5 else 0.0
-
-
-def clopper_pearson_bound(right: ArrayLike, made: ArrayLike, trials: int, delta: float, error_rate: float) -> Values:
-    """A lower bound on ε from independent trials, on each of which a fair coin says whether the record is there.
-
-    Of `trials`, an attacker made a guess of the coin on `made` (where it abstains may depend on the score alone) and
-    `right` of them were right.
-
-    Formal guarantees: let g be the probability of a guess and a that a guess is right. A guess "there" has
-    probability p with the record and p′ without, one "not there" q′ and q. (ε, δ)-DP makes p ≤ e^ε p′ + δ and
-    q ≤ e^ε q′ + δ; added up, a·g ≤ e^ε (1 − a)·g + δ. So e^ε ≥ (a − δ/g)/(1 − a), with Clopper and Pearson's lower
-    limits of a, at 99% of the error rate, and of g at the rest.
-    """
-    right, made = np.asarray(right, dtype=float), np.asarray(made, dtype=float)
-    a = _at_least(right, made, 0.99 * error_rate)
-    g = np.maximum(_at_least(made, trials, 0.01 * error_rate), 1e-300)
-    return np.asarray(np.log(np.maximum(np.maximum(a - delta / g, 0.0) / (1 - a), 1.0)))
-
-
-def _at_least(hits: ArrayLike, trials: ArrayLike, error_rate: float) -> Values:
-    """Clopper and Pearson's lower limit of a probability; 0 where nothing was hit."""
-    hits, trials = np.asarray(hits, dtype=float), np.asarray(trials, dtype=float)
-    limit = stats.beta.ppf(error_rate, np.maximum(hits, 1e-9), trials - hits + 1)
-    return np.where(hits > 0, limit, 0.0)
+# ---- Choosing what to look at ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -186,16 +136,21 @@ def _judge(
     present, absent = chosen[coins], chosen[~coins]
     there, not_there = chosen > choice.high, chosen <= choice.low
     right, made = (there & coins).sum() + (not_there & ~coins).sum(), (there | not_there).sum()
-    bounds = {"Clopper-Pearson": float(clopper_pearson_bound(right, made, trials, delta, error_rate))}
-    if gaussian:
-        bounds = {"Gaussian DP": gdp_bound(present, absent, delta, error_rate), **bounds}
+
+    def bounds(rate: float) -> dict[str, float]:
+        found = {"Gaussian DP": gdp_bound(present, absent, delta, rate)} if gaussian else {}
+        return {**found, "Clopper-Pearson": float(clopper_pearson_bound(right, made, trials, delta, rate))}
+
+    verdict_rate = min(error_rate, ALARM_RATE)
     return Audit(
         name,
         claimed,
         delta,
-        bounds,
+        bounds(error_rate),
+        bounds(verdict_rate),
         trials,
         error_rate,
+        verdict_rate,
         choice.score,
         (choice.low, choice.high),
         present,
@@ -294,7 +249,7 @@ def _check(plan: Plan, error_rate: float) -> None:
 # ---- Many whole runs -------------------------------------------------------------------------------------------------
 
 
-def run_plan(epsilon: float = 4.0, delta: float = 1e-5) -> Plan:
+def run_plan(epsilon: float = 2.0, delta: float = 1e-5) -> Plan:
     """A plan short enough for hundreds of runs: two warm-up steps and three sparse ones, on 16 of 20 records each."""
     return Plan.calibrate(
         "tp-topk", epsilon=epsilon, delta=delta, batch_size=16, dataset_size=20, steps=5,
@@ -307,10 +262,10 @@ def audit_run(plan: Plan, *, runs: int = 400, error_rate: float = 0.05, seed: in
 
     The model has 32 coordinates and a gradient that does not depend on them. The canary's is far longer than C and
     lies on four coordinates that no other record touches. Scored are the update along the canary's direction, whole and
-    by phase, how many of the canary's coordinates are in the final support, the size of that support, and the norms of the
-    private gradients. One half of the runs chooses score and threshold, the other gives the bound. A few hundred
-    runs can bound ε by 3 or so at best: this audit finds gross mistakes anywhere in `fit`, the other one small ones
-    in a step.
+    by phase, how many of the canary's coordinates are in the final support, the size of that support, and the norms of
+    the private gradients. One half of the runs chooses score and threshold, the other gives the bound. From 400 runs the
+    verdict can find ε above 3 at best, so plans that claim more are never found broken: this audit finds gross mistakes
+    anywhere in `fit`, the other one small ones in a step.
     """
     _check(plan, error_rate)
     if runs < 40:
@@ -439,43 +394,19 @@ def one_run_audit(
         raise Refusal(f"{guessed.shape} guesses for {coins.shape} coins; give one each")
     check_number("error_rate", error_rate, above=0, below=0.5)
     made, right = int((guessed != 0).sum()), int((guessed == np.where(coins, 1, -1)).sum())
+    bounds = {"one run": one_run_bound(len(coins), made, right, delta, error_rate)}
     shown = guessed.astype(float) if scores is None else np.asarray(scores, dtype=float)
-    bound = one_run_bound(len(coins), made, right, delta, error_rate)
     return Audit(
         name,
         claimed,
         delta,
-        {"one run": bound},
+        bounds,
+        bounds,
         len(coins),
+        error_rate,
         error_rate,
         f"{right} of {made} guesses right",
         None,
         shown[coins],
         shown[~coins],
     )
-
-
-def one_run_bound(canaries: int, made: int, right: int, delta: float, error_rate: float) -> float:
-    """The largest ε that `right` of `made` guesses rule out, rounded down."""
-    low, high = 0.0, 1.0
-    if one_run_p_value(canaries, made, right, 0.0, delta) >= error_rate:
-        return 0.0
-    while one_run_p_value(canaries, made, right, high, delta) < error_rate:
-        low, high = high, 2 * high
-    for _ in range(40):
-        middle = (low + high) / 2
-        ruled_out = one_run_p_value(canaries, made, right, middle, delta) < error_rate
-        low, high = (middle, high) if ruled_out else (low, middle)
-    return low
-
-
-def one_run_p_value(canaries: int, made: int, right: int, epsilon: float, delta: float) -> float:
-    """P[at least `right` of `made` guesses are right] under (ε, δ)-DP, from above (Steinke et al. 2023, theorem 5.2).
-
-    β + 2mδ·α with W ~ Binomial(made, e^ε/(1 + e^ε)), β = P[W ≥ right] and α = max over i of P[right > W ≥ right − i]/i.
-    """
-    chance = float(special.expit(epsilon))
-    beta = float(stats.binom.sf(right - 1, made, chance))
-    below: Any = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), made, chance))
-    alpha = float((below / np.arange(1, right + 1)).max()) if right else 0.0
-    return min(1.0, beta + 2 * canaries * delta * alpha)

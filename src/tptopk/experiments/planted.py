@@ -83,4 +83,5 @@ def audit_values(found: Audit) -> dict[str, Any]:
         "error_rate": found.error_rate,
         "score": found.score,
         "verdict": found.verdict,
+        "verdict_error_rate": found.verdict_rate,
     }

@@ -15,7 +15,8 @@ A norm that comes out too small breaks the clip, so each way guards against it. 
 were written, whatever was rounded on the way. A sum that is made anew from g and x multiplies numbers that were
 rounded before the norm was taken. Scaling them rounds again, and positions can cancel, so that what a rounding
 adds is not bounded by the norm: `rounding` says how much it can be, or the scaled g goes in as two parts and nothing
-is lost. Ghost products cancel as well: in float32 mode they are added up in float64; in tf32 mode the norm is raised by the
+is lost. At one position nothing cancels: rounding the scaled g and, under a mask, the squares of g moves the norm by
+at most 2⁻¹⁰, which the slack of the clip covers. Ghost products cancel as well: in float32 mode they are added up in float64; in tf32 mode the norm is raised by the
 most that rounding can have taken from it.
 """
 
@@ -176,7 +177,8 @@ class Products:
 
     def _closed_form(self) -> Tensor:
         """‖(g ⊗ x) ∘ M‖² = Σ_ij g_i² M_ij x_j²."""
-        self._factored = self._factors()
+        g, x = self._factors()
+        self._factored = (to_tf32(g), to_tf32(x)) if may_round(g) else (g, x)
         self._forget()
         g, x = (factor[:, 0] for factor in self._factored)
         if self._is_product or self._support is None:
@@ -253,7 +255,7 @@ class Products:
             g, x = self._factored
             if left_out is not None:
                 g, x = (v.masked_fill(left_out[:, None, None], 0.0) for v in (g, x))
-            g = scaled(g, weights, rounded=may_round(g) and self.x.count > 1)
+            g = scaled(g, weights, rounded=may_round(g))
             total = self._spread(g.flatten(0, 1).T @ x.flatten(0, 1))
         else:
             g, x = self.g * weights[:, None, None], self.x.base

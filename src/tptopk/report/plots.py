@@ -79,6 +79,9 @@ def growth_figure(curves: Sequence[Mapping[str, Any]], path: str | Path, title: 
             (panels[1][column], "peak_bytes", "memory_exponents", 2.0**20),
         ):
             axes.loglog(curve["values"], [value / unit for value in curve[key]], "o-", color=PRIVATE, markersize=4)
+            middle = (min(curve[key]) * max(curve[key])) ** 0.5 / unit
+            low, high = axes.get_ylim()
+            axes.set_ylim(min(low, middle / 3.5), max(high, middle * 3.5) * 1.4)  # a flat curve is to look flat
             whole, upper = curve[exponents]
             axes.text(
                 0.05,
@@ -145,30 +148,34 @@ def audit_figure(results: Sequence[Any], path: str | Path, title: str) -> None:
     for (left, right), audit in zip(panels, results, strict=True):
         every = sorted([*audit.present, *audit.absent])
         spread = (every[-1] - every[0]) or 1.0
-        edges = [every[0] + spread * n / 60 for n in range(61)]
+        bins = min(60, 10 + len(every) // 20)
+        edges = [every[0] + spread * n / bins for n in range(bins + 1)]
         for scores, colour, label in ((audit.absent, MUTED, "without the record"), (audit.present, PRIVATE, "with it")):
             left.hist(scores, edges, color=colour, alpha=0.6, label=label)
         for threshold in {t for t in audit.thresholds or () if every[0] <= t <= every[-1]}:
             left.axvline(threshold, color=INK, linewidth=1, linestyle="--")
         left.set(yticks=[])
         left.set_title(f"{audit.name}: {audit.score}", fontsize=9, color=INK, loc="left")
-        left.legend(fontsize=8, frameon=False)
         broken = audit.verdict != "consistent"
-        for place, bound in enumerate(audit.bounds.values()):
-            right.barh(place, bound, color=OPEN if bound > audit.claimed else PRIVATE, height=0.5, alpha=0.85)
-            right.text(bound, place, f" {bound:.2f}", va="center", fontsize=8, color=INK)
+        for place, (method, bound) in enumerate(audit.bounds.items()):
+            colour = OPEN if audit.sure[method] > audit.claimed else PRIVATE
+            for value, alpha in ((bound, 0.45), (audit.sure[method], 0.85)):
+                right.barh(place, value, color=colour, height=0.5, alpha=alpha)
+            right.text(max(bound, audit.claimed), place, f"  {bound:.2f}", va="center", fontsize=8, color=INK)
         right.axvline(audit.claimed, color=INK, linewidth=1.2)
         right.set_yticks(range(len(audit.bounds)), list(audit.bounds), fontsize=8)
-        right.set(
-            xlim=(0, 1.2 * max(audit.claimed, *audit.bounds.values())), ylim=(len(audit.bounds) - 0.5, -0.5),
-        )  # fmt: skip
+        right.set_xlim(0, 1.3 * max(audit.claimed, *audit.bounds.values()))
+        right.set_ylim(len(audit.bounds) - 0.5, -0.5)
         right.set_title(
-            f"{'BROKEN' if broken else 'consistent'}: at most ε = {audit.claimed:.3g} is claimed at δ = {audit.delta:g}",
-            fontsize=9, color=OPEN if broken else INK, loc="left",
-        )  # fmt: skip
+            f"{'BROKEN' if broken else 'consistent'}: ε = {audit.claimed:.3g} is claimed, δ = {audit.delta:g}",
+            fontsize=9,
+            color=OPEN if broken else INK,
+            loc="left",
+        )
         for axes in (left, right):
             _plain(axes, "x")
     panels[-1][0].set_xlabel("score; dashed: where a guess begins", fontsize=9)
-    panels[-1][1].set_xlabel("ε is at least; line: claimed", fontsize=9)
+    panels[-1][1].set_xlabel("ε is at least (dark: by the verdict); line: claimed", fontsize=9)
+    panels[0][0].legend(fontsize=8, edgecolor="none")
     figure.suptitle(title, fontsize=11, color=INK)
     _save(figure, path)

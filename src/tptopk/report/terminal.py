@@ -263,17 +263,12 @@ def print_verdict(verdict: Verdict, unchecked: Sequence[str], console: Console) 
 
 def print_audits(found: Sequence[Any], console: Console) -> None:
     """`found` are the audits of `tptopk.experiments.audit`."""
-    table = Table()
-    for column in ("attacked", "claimed ε", "ε is at least", "observations", "error rate", "verdict"):
-        table.add_column(column, justify="left" if column in ("attacked", "verdict") else "right")
     for result in found:
-        bounds = "\n".join(f"{bound:.3f} ({method})" for method, bound in result.bounds.items())
-        table.add_row(
-            result.name,
-            f"{result.claimed:.3f}",
-            bounds,
-            f"{result.observations:,}",
-            f"{result.error_rate:g}",
-            result.verdict,
+        bounds = ", ".join(f"{bound:.3f} by {method}" for method, bound in result.bounds.items())
+        console.print(
+            f"[bold]{escape(result.name)}[/]: ε = {result.claimed:.3f} is claimed; by attack it is at least {bounds}"
         )
-    console.print(table)
+        console.print(
+            f"  {result.observations:,} observations; each bound is wrong {result.error_rate:g} of the time at most\n"
+            f"  verdict (wrong {result.verdict_rate:g} of the time at most): {escape(result.verdict)}"
+        )

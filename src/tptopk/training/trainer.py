@@ -224,8 +224,8 @@ def fit(
         dropped = plan.steps - sum(ledger.steps.values())
         if dropped:
             warnings.warn(
-                f"the last {dropped} of {plan.steps} steps were dropped: steps that were charged and lost in an earlier "
-                "attempt count, and more would cost more than the plan",
+                f"the last {dropped} of {plan.steps} steps were dropped: with what was charged before, lost steps of earlier attempts "
+                "among it, they would cost more than the budget",
                 PrivacyWarning,
                 stacklevel=3,
             )
