@@ -201,7 +201,7 @@ def test_a_config_file_says_the_same_words(tptopk, own):
         (["compare", "--data", "no_test.npz", "--dataset-size", "90", "--batch-size", "9"], "needs a test set"),
         (["plan", "--coordinates", "0"], "coordinates is 0"),
         (["predict", "nowhere"], "not a run folder"),
-        (["statement", "nowhere"], "cannot read the ledger"),
+        (["statement", "nowhere"], "cannot read"),
     ],
 )
 def test_mistakes_get_one_clear_line(tptopk, own, words, message):

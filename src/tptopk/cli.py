@@ -270,7 +270,7 @@ def statement(run: Annotated[str, typer.Argument(help="a run folder")], json_: A
     found = verify_run(run)
     if found.facts is None:
         raise Refusal(found.checks[0][2])
-    plan = read_ledger(Path(run).resolve() / "ledger.jsonl").plan
+    plan = read_ledger(Path(run) / "ledger.jsonl").plan
     print(json.dumps(statement_values(plan, found.facts)) if json_ else statement_text(plan, found.facts))
 
 
@@ -387,7 +387,7 @@ def _settings_of(folder: str, given: Settings) -> tuple[Settings, Plan]:
         own = Settings(**json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))["config"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Refusal(f"{folder} is not a run of the command line: {error}") from error
-    return replace(own, **changed), read_ledger(Path(folder).resolve() / "ledger.jsonl").plan
+    return replace(own, **changed), read_ledger(Path(folder) / "ledger.jsonl").plan
 
 
 def _train(settings: Settings, seed: int | None, out: str | None, label: str, resumed: Plan | None = None) -> Run:

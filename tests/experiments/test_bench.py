@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,8 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.report.plots import bench_figure, growth_figure
 
 
-def test_every_way_is_measured_beside_ordinary_training():
+def test_every_way_is_measured_beside_ordinary_training(monkeypatch):
+    monkeypatch.setitem(bench.SUBJECTS, "mlp", replace(bench.SUBJECTS["mlp"], batch={"cpu": 8}))
     rows = bench.measure("mlp", "cpu", rounds=1, peers=True)
     assert [row.way for row in rows] == [
         "ordinary", "ours, dense", "ours, dense, in two halves", "ours, ρ = 0.4", "ours, ρ = 0.1", "ours, ρ = 0.01",

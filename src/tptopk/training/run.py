@@ -99,7 +99,7 @@ class RunFolder:
     def __init__(
         self, path: str | Path, model: nn.Module, plan: Plan, config: Mapping[str, Any], *, resume: bool = False
     ) -> None:
-        self.path = Path(path).resolve()
+        self.path = Path(path)
         for name, value in model.state_dict().items():
             if not isinstance(value, torch.Tensor):
                 raise Refusal(f"the model's state holds {name}, a {type(value).__name__}; only tensors can be saved")

@@ -157,7 +157,7 @@ def fit(
     _check_scheduler_can_be_saved(scheduler, out)
     standing = Standing(model, optimizer, scheduler, average, policy)
     if resume and out is not None:
-        ledger = _resumed(Path(out).resolve(), plan, standing, seeded=seed is not None)
+        ledger = _resumed(Path(out), plan, standing, seeded=seed is not None)
         streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
     folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
     if account is not None and not resume:  # a resumed run was paid for when it began

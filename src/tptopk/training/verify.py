@@ -51,7 +51,7 @@ class Verdict:
 
 def verify(path: str | Path) -> Verdict:
     """Recompute ε from the ledger alone, twice, and check chain, plan, model, support and statement."""
-    folder = Path(path).resolve()
+    folder = Path(path)
     verdict = Verdict()
     try:
         record = read_ledger(folder / "ledger.jsonl")
