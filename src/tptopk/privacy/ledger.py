@@ -12,10 +12,12 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,12 @@ START = "0" * 64  # stands for the line before the first
 
 class BudgetSpent(Exception):
     """The next step would cost more than the plan does. Nothing was charged, and nothing drawn."""
+
+
+def versions() -> dict[str, str]:
+    """Of the software that a run is made with."""
+    found = {name: version(name) for name in ("tptopk", "torch", "numpy", "dp-accounting")}
+    return {**found, "python": platform.python_version()}
 
 
 def head_of(line: Mapping[str, Any]) -> str:
@@ -74,7 +82,7 @@ class Ledger:
             self._file = open_locked(path, os.O_CREAT | os.O_EXCL)
         self._allowed = _affordable(plan, self.lost, self.steps)
         self._append({"kind": "plan", "format": FORMAT, "plan": plan.to_dict()})
-        self._append({"kind": "attempt", "attempt": 1, "seeded": seeded})
+        self._append({"kind": "attempt", "attempt": 1, "seeded": seeded, "versions": versions()})
 
     @classmethod
     def resume(
@@ -104,7 +112,14 @@ class Ledger:
                 os.ftruncate(self._file, found.size)
             self._allowed = _affordable(self.plan, self.lost, self.steps)
             self._append(
-                {"kind": "attempt", "attempt": self.attempt, "seeded": seeded, "from": length, "torn": found.torn}
+                {
+                    "kind": "attempt",
+                    "attempt": self.attempt,
+                    "seeded": seeded,
+                    "versions": versions(),
+                    "from": length,
+                    "torn": found.torn,
+                }
             )
         except BaseException:
             os.close(self._file)
@@ -270,6 +285,7 @@ class LedgerRecord:
     torn: int  # bytes of a line that was never finished
     size: int  # bytes of the lines that were
     problems: list[str] = field(default_factory=list)  # charges that are not the plan's
+    versions: dict[str, str] = field(default_factory=dict)  # of the software, in the last attempt
 
     @property
     def head(self) -> str:
@@ -331,13 +347,14 @@ def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -
             if line["kind"] == "attempt":
                 record.attempts = line["attempt"]
                 record.seeded |= line["seeded"]
+                record.versions = {str(name): str(value) for name, value in line["versions"].items()}
             elif line["kind"] == "steps":
                 _take_charge(record, line)
             elif line["kind"] == "query":
                 queries += 1
             elif line["kind"] != "end":
                 raise Refusal(f"line {line['line'] + 1} of {path} is of a kind that this version does not know")
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise Refusal(f"{path} holds a line that this version cannot read: {error!r}") from error
     record.queries = queries > 0 or not plan.queries
     record.end = lines[-1] if lines[-1]["kind"] == "end" and not torn else None

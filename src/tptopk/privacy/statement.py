@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tptopk.privacy import accounting
@@ -26,9 +26,8 @@ class Facts:
     status: str = "finished"
     generator: str = "philox"  # of the noise; or chacha20
     attempts: int = 1  # more than one if the run was resumed
-    taken_steps: list[int] | None = (
-        None  # for each phase, those whose outcome is in the model; None: all that were charged
-    )
+    versions: dict[str, str] = field(default_factory=dict)  # of the software
+    taken_steps: list[int] | None = None  # for each phase, those whose outcome is in the model
 
 
 def statement(plan: Plan, facts: Facts) -> str:
@@ -62,6 +61,7 @@ def facts_of(
         status=record.end["status"] if record.end else "crashed",
         generator=generator,
         attempts=record.attempts,
+        versions=record.versions,
     )
     if not plan.spec.private:
         return facts
@@ -94,6 +94,8 @@ def as_values(plan: Plan, facts: Facts) -> dict[str, Any]:
         "curve": {f"{delta:g}": accounting.epsilon(segments, delta, plan.accountant) for delta in CURVE},
         "epsilon_without_amplification": without_amplification(segments, plan.delta),
         "charged": [s._asdict() for s in segments],
+        "generator": facts.generator,
+        "versions": facts.versions,
         "statement": statement(plan, facts),
     }
 
@@ -178,6 +180,8 @@ def _mechanism(plan: Plan, facts: Facts) -> list[str]:
             f"The run was resumed {facts.attempts - 1} time(s), each time with new randomness. {lost} steps were charged and lost; they stay "
             f"counted, and {plan.steps - sum(facts.taken_steps)} of the planned steps were not taken."
         ]
+    if facts.versions:
+        lines += ["Made with " + ", ".join(f"{name} {value}" for name, value in facts.versions.items()) + "."]
     if facts.averaged:
         lines += ["The released weights are a moving average of the trained ones, which costs nothing."]
     return lines

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
-import platform
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.ledger import Ledger, versions
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, statement
@@ -86,10 +84,7 @@ class Run:
             "engine": self.engine,
             "facts": asdict(self.facts),
             "config": self.config,
-            "versions": {
-                **{name: version(name) for name in ("tptopk", "torch", "numpy", "dp-accounting")},
-                "python": platform.python_version(),
-            },
+            "versions": self.facts.versions,
         }
 
 
@@ -274,4 +269,5 @@ def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str, g
         attempts=ledger.attempt,
         taken_steps=[ledger.steps[i] for i in phases],
         generator=generator,
+        versions=versions(),
     )
