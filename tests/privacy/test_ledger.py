@@ -202,6 +202,29 @@ def test_a_full_disk_charges_nothing_and_leaves_the_chain_whole(tmp_path, monkey
         ledger.charge(0, 1, 1)
 
 
+def test_an_interrupt_in_the_middle_of_a_line_leaves_the_chain_whole(tmp_path, monkeypatch):
+    ledger = Ledger(PLAN, tmp_path / "l")
+    ledger.charge(0, 0, 1)
+
+    def interrupt(file):
+        raise KeyboardInterrupt
+
+    for spoil in (
+        {"fsync": interrupt},
+        {"write": lambda file, text, write=os.write: write(file, text[:30]) and interrupt(file)},
+    ):
+        for name, function in spoil.items():
+            monkeypatch.setattr(os, name, function)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.charge(0, 1, 1)
+        monkeypatch.undo()
+    ledger.close("interrupted", {})
+    record = read_ledger(tmp_path / "l")
+    assert record.end is not None and record.charged[0] == 2, (
+        "the line that was written whole counts, the torn one does not"
+    )
+
+
 def test_a_ledger_from_a_newer_version_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tptopk.privacy.ledger.FORMAT", 2)
     written(tmp_path / "l")

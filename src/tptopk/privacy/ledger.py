@@ -77,7 +77,7 @@ class Ledger:
         self._block, self._charged_queries = block, False
         self._allowed: int | None = None  # steps that may still be charged; None: as many as planned
         self._file: int | None = None
-        self.length, self.head = 0, START
+        self.length, self.head, self._size = 0, START, 0
         if path is not None:
             self._file = open_locked(path, os.O_CREAT | os.O_EXCL)
         self._allowed = _affordable(plan, self.lost, self.steps)
@@ -107,7 +107,7 @@ class Ledger:
                 raise Refusal(f"the checkpoint holds more steps than {path} ever charged; it is of another run")
             self._reserved = Counter(self.steps)
             self._charged_queries = found.queries
-            self.length, self.head = len(found.lines), found.head
+            self.length, self.head, self._size = len(found.lines), found.head, found.size
             if found.torn:
                 os.ftruncate(self._file, found.size)
             self._allowed = _affordable(self.plan, self.lost, self.steps)
@@ -195,10 +195,19 @@ class Ledger:
     def _append(self, content: dict[str, Any]) -> None:
         if self._broken:
             raise RuntimeError(f"{self.path} could not be written before: nothing more is charged")
+        if self._file is not None and os.fstat(self._file).st_size != self._size:
+            self._read_back()
         line, text = chained(self.length, self.head, content)
         if self._file is not None:
             self._write(text)
-        self.length, self.head = self.length + 1, line["hash"]
+        self.length, self.head, self._size = self.length + 1, line["hash"], self._size + len(text)
+
+    def _read_back(self) -> None:
+        """An interrupt came between a line and its being counted here: go by the file."""
+        assert self._file is not None and self.path is not None
+        lines, _, self._size = read_chain(self.path)
+        os.ftruncate(self._file, self._size)
+        self.length, self.head = len(lines), lines[-1]["hash"] if lines else START
 
     def _write(self, text: bytes) -> None:
         assert self._file is not None
