@@ -1,0 +1,113 @@
+"""Where a run stands: everything that a step changes, saved to a checkpoint and put back from one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from tptopk.privacy.ledger import Ledger, read_ledger
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal
+from tptopk.supports.policies import SupportPolicy
+from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from tptopk.training.run import load_weights
+from tptopk.training.updates import WeightAverage, optimizer_state, restore_optimizer
+
+
+class Standing:
+    """Everything that a step changes, so that it can be saved and put back."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        average: WeightAverage | None,
+        policy: SupportPolicy,
+    ) -> None:
+        self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
+        self._average, self._policy = average, policy
+
+    def save(self, folder: Path, ledger: Ledger) -> None:
+        state, optimizer = optimizer_state(self._optimizer)
+        average, averaged = self._average.state() if self._average else ({}, 0)
+        parts = {
+            "model": self._model.state_dict(),
+            "optimizer": state,
+            "average": average,
+            "policy": self._policy.state(),
+        }
+        save_checkpoint(
+            folder,
+            {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()},
+            {
+                "plan": ledger.plan.to_dict(),
+                "taken": dict(ledger.steps),
+                "length": ledger.length,
+                "head": ledger.head,
+                "optimizer": optimizer,
+                "scheduler": self._scheduler.state_dict() if self._scheduler else None,
+                "averaged": averaged,
+            },
+        )
+
+    def restore(self, found: Checkpoint) -> None:
+        try:
+            if (found.values["scheduler"] is None) != (self._scheduler is None):
+                raise Refusal("the checkpoint was made with a scheduler and there is none now, or the other way round")
+            if bool(found.part("average")) != (self._average is not None):
+                raise Refusal("the checkpoint was made with ema and there is none now, or the other way round")
+            load_weights(self._model, found.part("model"))
+            self._model.train()
+            restore_optimizer(self._optimizer, found.part("optimizer"), found.values["optimizer"])
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict(found.values["scheduler"])
+            if self._average is not None:
+                self._average.restore(found.part("average"), found.values["averaged"])
+            self._policy.restore(found.part("policy"))
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            raise Refusal(f"the checkpoint does not fit this model and optimizer: {error}") from error
+
+
+def check_scheduler_can_be_saved(scheduler: LRScheduler | None, out: object) -> None:
+    if scheduler is None or out is None:
+        return
+    try:
+        json.dumps(scheduler.state_dict())
+    except (TypeError, ValueError) as error:
+        raise Refusal(
+            f"the scheduler's state cannot be written to a checkpoint ({error}); leave out `out` or the scheduler"
+        ) from error
+
+
+def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool) -> Ledger:
+    """Put everything back as the last checkpoint has it, and open the ledger for another attempt.
+
+    A run that never came to its first checkpoint starts over, with what it charged counted as lost.
+    """
+    if not (folder / "ledger.jsonl").exists():
+        raise Refusal(f"{folder} holds no run to resume")
+    record = read_ledger(folder / "ledger.jsonl")
+    if record.plan != plan:
+        raise Refusal(f"{folder} holds a run of another plan; a run is resumed with the plan it was begun with")
+    if record.problems:
+        raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
+    if record.end is not None and record.end["status"] == "finished":
+        raise Refusal(f"{folder} holds a run that is finished")
+    found = load_checkpoint(folder)
+    if found is None:
+        return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded)
+    try:
+        other = Plan.from_dict(found.values["plan"]) != plan
+        taken = {int(phase): int(count) for phase, count in found.values["taken"].items()}
+        length, head = int(found.values["length"]), str(found.values["head"])
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise Refusal(f"the checkpoint in {folder} cannot be read: {error}") from error
+    if other:
+        raise Refusal(f"the checkpoint in {folder} is of another plan")
+    standing.restore(found)
+    return Ledger.resume(folder / "ledger.jsonl", taken, length, head, seeded=seeded)
