@@ -27,6 +27,7 @@ from tptopk.privacy.plan import Phase
 from tptopk.privacy.randomness import Streams
 from tptopk.supports.support import Support
 from tptopk.training.mechanism import Mechanism
+from tptopk.training.verify import verify
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 CUDA = torch.device("cuda")
@@ -243,3 +244,30 @@ def test_every_method_learns(method, precision):
     assert run.test["accuracy"] > 0.85 and next(model.parameters()).is_cuda
     if METHODS[method].private:
         assert run.engine == "capture" and run.epsilon <= 8.0
+
+
+@pytest.mark.parametrize(("first", "second"), [("cpu", "cuda"), ("cuda", "cpu")])
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_a_run_is_resumed_on_another_device(first, second, tmp_path):
+    train_set, _ = digits()
+    plan = tptopk.Plan.calibrate(
+        "tp-topk", epsilon=3.0, delta=1e-5, batch_size=64, dataset_size=TRAINING, steps=20, accountant="rdp"
+    )
+
+    def train(device, stop, **options):
+        def end(record):
+            if record.step == stop:
+                raise KeyboardInterrupt
+
+        model = digits_cnn()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return tptopk.fit(
+            model, train_set, plan, optimizer, loss=F.cross_entropy, out=tmp_path / "run", device=device, ema=0.9,
+            checkpoint_every=4, on_step=end, **options,
+        )  # fmt: skip
+
+    with pytest.raises(KeyboardInterrupt):
+        train(first, 14)
+    run = train(second, None, resume=True)
+    assert next(run.model.parameters()).device.type == second and run.facts.attempts == 2 and run.epsilon <= 3.0
+    assert verify(tmp_path / "run").holds
