@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tptopk.privacy import accounting
-from tptopk.privacy.ledger import START, chained, open_locked, read_chain
+from tptopk.privacy.ledger import START, append_durably, chained, open_locked, read_chain
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
 
@@ -93,7 +93,7 @@ def charge_account(path: str | Path, plan: Plan, name: str) -> Account:
         if cost > account.room:
             raise Refusal(
                 f"{path} has a budget of ε = {account.epsilon:g} at δ = {account.delta:g}, of which {account.epsilon_spent:.4g} is spent; this "
-                f"plan would take it to {account.epsilon_spent + cost if account.runs else account.epsilon - account.room + cost:.4g}"
+                f"plan would take it to {account.epsilon - account.room + cost:.4g}"
             )
         lines, _, _ = read_chain(Path(path))
         _append(
@@ -106,11 +106,7 @@ def charge_account(path: str | Path, plan: Plan, name: str) -> Account:
 
 def _append(file: int, number: int, before: str, content: dict[str, Any]) -> None:
     _, text = chained(number, before, content)
-    size = os.fstat(file).st_size
     try:
-        if os.write(file, text) != len(text):
-            raise OSError("the disk is full")
-        os.fsync(file)
+        append_durably(file, text)
     except OSError as error:
-        os.ftruncate(file, size)
         raise Refusal(f"the account could not be written: {error}") from error

@@ -211,14 +211,9 @@ class Ledger:
 
     def _write(self, text: bytes) -> None:
         assert self._file is not None
-        before = os.fstat(self._file).st_size
         try:
-            if os.write(self._file, text) != len(text):
-                raise OSError("the disk is full")
-            os.fsync(self._file)
+            append_durably(self._file, text)
         except OSError as error:
-            with suppress(OSError):
-                os.ftruncate(self._file, before)  # the half-written line paid for nothing
             self.release()
             self._broken = True
             raise RuntimeError(f"{self.path} could not be written ({error}): nothing was drawn") from error
@@ -280,6 +275,19 @@ def open_locked(path: Path, flags: int) -> int:
     return file
 
 
+def append_durably(file: int, text: bytes) -> None:
+    """All of a line, on the disk when this returns; or none of it, and an OSError."""
+    before = os.fstat(file).st_size
+    try:
+        if os.write(file, text) != len(text):
+            raise OSError("the disk is full")
+        os.fsync(file)
+    except OSError:
+        with suppress(OSError):
+            os.ftruncate(file, before)  # a half-written line pays for nothing
+        raise
+
+
 @dataclass
 class LedgerRecord:
     """A ledger that was read and whose chain holds."""
@@ -299,9 +307,6 @@ class LedgerRecord:
     @property
     def head(self) -> str:
         return str(self.lines[-1]["hash"])
-
-    def segments(self) -> list[Segment]:
-        return _segments(self.plan, self.charged, self.queries)
 
 
 def read_ledger(path: Path) -> LedgerRecord:

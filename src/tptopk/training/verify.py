@@ -74,13 +74,7 @@ def verify(path: str | Path) -> Verdict:
 
 def _facts(record: LedgerRecord, folder: Path, verdict: Verdict) -> Facts:
     """What was charged; without a closing line the larger of ledger, checkpoint and plan."""
-    described = _described(folder)
-    facts = facts_of(
-        record,
-        test_metrics=bool(described.get("test_metrics")),
-        averaged=bool(described.get("averaged")),
-        generator="chacha20" if described.get("generator") == "chacha20" else "philox",
-    )
+    facts = facts_in(folder, record)
     if record.end is not None:
         verdict.add("end", True, f"the run closed its ledger: {record.end['status']}")
         return facts
@@ -99,6 +93,17 @@ def _facts(record: LedgerRecord, folder: Path, verdict: Verdict) -> Facts:
     except (Refusal, KeyError, ValueError, TypeError, AttributeError) as error:
         verdict.add("checkpoint", False, str(error))
     return facts
+
+
+def facts_in(folder: Path, record: LedgerRecord) -> Facts:
+    """What a run's ledger says, and, of what changes no figure, what its run.json does."""
+    described = _described(folder)
+    return facts_of(
+        record,
+        test_metrics=bool(described.get("test_metrics")),
+        averaged=bool(described.get("averaged")),
+        generator="chacha20" if described.get("generator") == "chacha20" else "philox",
+    )
 
 
 def _described(folder: Path) -> dict[str, object]:
