@@ -106,3 +106,25 @@ def test_an_unknown_precision_is_refused():
             1.0,
             precision="bf-16",
         )
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_weights_rounded_to_bfloat16_are_rounded_anew_in_every_pass(own):
+    """Autocast remembers rounded weights while any autocast, also a disabled one, is open around it: a recorded graph
+    would read the memory of weights long gone."""
+    model = nn.Linear(4, 3)
+    batch = torch.randn(5, 4), torch.randn(5, 3)
+
+    def loss(model, batch):  # a model may bring its own autocast
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=True if own else torch.is_autocast_enabled("cpu")):
+            return ((model(batch[0]) - batch[1]) ** 2).float().sum(1)
+
+    def total():
+        return flat(clipped_sum(model, loss, batch, Support.full(model), 100.0, precision="fp32" if own else "bf16"))
+
+    with computing_in("fp32", CPU):
+        before = total()
+        with torch.no_grad():
+            model.weight.mul_(4.0)
+        inside = total()
+    assert torch.equal(inside, total()) and not torch.allclose(inside, before, rtol=0.1)

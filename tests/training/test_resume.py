@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -18,15 +20,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import tptopk
+from tptopk.privacy.account import open_account
 from tptopk.privacy.ledger import Ledger, read_ledger
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.statement import statement
 from tptopk.training import checkpoint
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.updates import Updater
-from tptopk.training.verify import verify
+from tptopk.training.verify import facts_in, verify
 
 RECORDS = 60
 PLAN = Plan.calibrate(
@@ -181,6 +185,28 @@ def test_what_was_lost_stays_charged_and_is_said(tmp_path):
         resumed = run(tmp_path / "run", resume=True)
     assert sum(resumed.facts.charged_steps) > sum(resumed.facts.taken_steps) and resumed.epsilon <= 3.0
     assert "2 steps were charged and lost" in resumed.statement() and verify(tmp_path / "run").holds
+    from_ledger = facts_in(tmp_path / "run", read_ledger(tmp_path / "run" / "ledger.jsonl"))
+    assert from_ledger.taken_steps == resumed.facts.taken_steps
+    (tmp_path / "run" / "run.json").unlink()  # the ledger alone says how much was lost
+    assert "2 steps were charged and lost" in statement(
+        PLAN, facts_in(tmp_path / "run", read_ledger(tmp_path / "run" / "ledger.jsonl"))
+    )
+
+
+def test_a_run_that_its_account_refuses_leaves_nothing_behind(tmp_path):
+    open_account(tmp_path / "account", 0.5, 1e-5)
+    with pytest.raises(Refusal, match="budget"):
+        run(tmp_path / "run", account=tmp_path / "account")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_clock_is_not_read_for_anything_that_counts(tmp_path, monkeypatch):
+    """A clock that goes backwards changes neither charges nor the verdict on them."""
+    hours = itertools.count(10**9, -3600)
+    monkeypatch.setattr(time, "time", lambda: float(next(hours)))
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(hours)))
+    run(tmp_path / "run")
+    assert verify(tmp_path / "run").holds
 
 
 @pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")

@@ -46,6 +46,26 @@ def test_the_sampler_is_poisson():
     assert min(verdict.values()) > 3e-7, verdict
 
 
+@pytest.mark.parametrize("rate", [0.02, 0.3, 0.5, 0.9])
+def test_every_record_flips_its_own_coin(rate):
+    """All 64 outcomes of six records come as often as independent coins make them, and the places of a large dataset
+    come evenly from end to end. Each is beyond its bound once in a million runs."""
+    sampler, draws = PoissonSampler(6, Streams("r")), 20_000
+    outcomes = [sum(1 << i for i in sampler.sample(0, step, rate).tolist()) for step in range(draws)]
+    observed = np.bincount(outcomes, minlength=64)
+    expected = draws * np.array([rate ** bin(n).count("1") * (1 - rate) ** (6 - bin(n).count("1")) for n in range(64)])
+    common = expected > 5
+    statistic = ((observed - expected)[common] ** 2 / expected[common]).sum()
+    assert chi2.sf(statistic, common.sum()) > 1e-6
+    rare = observed[~common].sum()
+    assert common.all() or binom.sf(rare - 1, draws, expected[~common].sum() / draws) > 1e-6
+    size = 10**6
+    large = np.concatenate([PoissonSampler(size, Streams("r")).sample(0, step, rate).numpy() for step in range(3)])
+    assert large.max() < size and large.min() >= 0
+    tenths = np.bincount(large // (size // 10), minlength=10)
+    assert chi2.sf(((tenths - 0.3 * size * rate) ** 2).sum() / (0.3 * size * rate * (1 - rate)), 10) > 1e-7
+
+
 class Watched(Dataset):
     """Writes down which of its records are read."""
 
@@ -96,6 +116,9 @@ def test_edge_rates():
     sampler = PoissonSampler(50, Streams("r"))
     assert sampler.sample(0, 0, 1.0).tolist() == list(range(50))
     assert any(len(sampler.sample(0, step, 0.001)) == 0 for step in range(50)), "empty batches happen and are kept"
+    assert all(len(sampler.sample(0, step, 1e-300)) == 0 for step in range(5))
+    drawn = PoissonSampler(10**12, Streams("r")).sample(0, 0, 1e-9)
+    assert 800 < len(drawn) < 1200 and (drawn.diff() > 0).all() and drawn.max() < 10**12
 
 
 def test_phases_and_steps_sample_afresh():

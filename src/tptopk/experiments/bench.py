@@ -163,18 +163,19 @@ def _ways(
     def ours(support: Support, parts: int = 1, compiled: bool = False) -> Step:
         return private_step(copy.deepcopy(model), drawn, support, precision=precision, compiled=compiled, parts=parts)
 
-    full, sparse = Support.full(model), random_support(model, 0.1)
+    full, sparse, blocks = Support.full(model), random_support(model, 0.1), _rows_and_columns(model, 0.1)
     yield "ordinary", ordinary_step(copy.deepcopy(model), drawn)
     yield "ours, dense", ours(full)
     yield "ours, dense, in two halves", ours(full, parts=2)
     yield "ours, ρ = 0.4", ours(random_support(model, 0.4))
     yield "ours, ρ = 0.1", ours(sparse)
     yield "ours, ρ = 0.01", ours(random_support(model, 0.01))
-    yield "ours, ρ = 0.1, rows × columns", ours(_rows_and_columns(model, 0.1))
+    yield "ours, ρ = 0.1, rows × columns", ours(blocks)
     if compiled:
         yield "ordinary, compiled", ordinary_step(copy.deepcopy(model), drawn, compiled=True)
         yield "ours, dense, compiled", ours(full, compiled=True)
         yield "ours, ρ = 0.1, compiled", ours(sparse, compiled=True)
+        yield "ours, ρ = 0.1, rows × columns, compiled", ours(blocks, compiled=True)
     if peers:
         yield "vmap", _vmap_step(copy.deepcopy(model), drawn, batch, compiled=False)
         if compiled:

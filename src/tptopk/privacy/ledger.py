@@ -171,9 +171,12 @@ class Ledger:
             self._allowed -= 1
 
     def close(self, status: str, files: Mapping[str, str]) -> None:
-        """The last line: how the run ended and the hashes of the files it left. Then the file is let go."""
+        """The last line: how the run ended, how many steps of each phase are in its model, and the hashes of the files it left. Then the file is let go."""
         if self._file is not None:
-            self._append({"kind": "end", "attempt": self.attempt, "status": status, "files": dict(files)})
+            taken = [self.steps[i] for i in range(len(self.plan.phases))]
+            self._append(
+                {"kind": "end", "attempt": self.attempt, "status": status, "taken": taken, "files": dict(files)}
+            )
             self.release()
 
     def release(self) -> None:

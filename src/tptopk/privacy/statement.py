@@ -62,11 +62,18 @@ def facts_of(
         generator=generator,
         attempts=record.attempts,
         versions=record.versions,
+        taken_steps=_taken(record),
     )
     if not plan.spec.private:
         return facts
     epsilon = accounting.epsilon(charged_segments(plan, facts), plan.delta, plan.accountant)
     return Facts(**{**vars(facts), "epsilon": epsilon})
+
+
+def _taken(record: LedgerRecord) -> list[int] | None:
+    taken = record.end.get("taken") if record.end else None
+    whole = isinstance(taken, list) and len(taken) == len(record.plan.phases)
+    return taken if whole and all(isinstance(n, int) and n >= 0 for n in taken or []) else None
 
 
 def without_amplification(segments: list[Segment], delta: float) -> float:

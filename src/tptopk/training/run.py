@@ -10,6 +10,7 @@ import importlib
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,14 @@ class RunFolder:
             self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         except OSError as error:
             raise Refusal(f"cannot write to {self.path}: {error.strerror}") from error
+
+    def discard(self) -> None:
+        """Take away what was written so far: the run was refused before anything was charged."""
+        self._metrics.close()
+        for name in ("plan.json", "run.json", "metrics.jsonl"):
+            (self.path / name).unlink()
+        with suppress(OSError):  # somebody else's files may lie there
+            self.path.rmdir()
 
     def keep_metrics(self, steps: int) -> list[StepRecord]:
         """Of an earlier attempt keep the records of the first `steps` steps; later ones were lost."""

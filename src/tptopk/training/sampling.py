@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -136,9 +137,22 @@ class PoissonSampler:
         self._size, self._streams = size, streams
 
     def sample(self, phase: int, step: int, sample_rate: float) -> Tensor:
-        """The indices of the step's records, in order."""
-        coins = self._streams.numpy("sample", phase, step).random(self._size)
-        return torch.from_numpy(np.flatnonzero(coins < sample_rate))
+        """The indices of the step's records, in order.
+
+        Instead of one coin for each record, the gaps between the records that win are drawn: runs of losing coins have
+        geometric lengths, P(at least g) = (1 − q)^g, and a sample costs its own size instead of the dataset's.
+        """
+        if sample_rate == 1.0:
+            return torch.arange(self._size)
+        generator, per_record = self._streams.numpy("sample", phase, step), -math.log1p(-sample_rate)
+        expected = sample_rate * self._size
+        draws, last, found = int(expected + 4 * expected**0.5) + 8, -1, []
+        while last < self._size:
+            losing = np.minimum(generator.standard_exponential(draws) / per_record, self._size)
+            found.append(last + np.cumsum(1 + losing.astype(np.int64)))
+            last = int(found[-1][-1])
+        indices = np.concatenate(found)
+        return torch.from_numpy(indices[indices < self._size])
 
 
 def micro_batches(records: Records, indices: Tensor, size: int, device: torch.device) -> Iterator[Batch]:

@@ -160,7 +160,12 @@ def fit(
         streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
     folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
     if account is not None and not resume:  # a resumed run was paid for when it began
-        charge_account(account, plan, str(folder.path) if folder else "")
+        try:
+            charge_account(account, plan, str(folder.path) if folder else "")
+        except Refusal:
+            if folder:
+                folder.discard()
+            raise
     if not resume:
         ledger = Ledger(plan, folder.ledger if folder else None, seeded=seed is not None)
     every = checkpoint_every or max(1, plan.steps // 20)
@@ -198,7 +203,7 @@ def fit(
                 if plan.spec.private:
                     private = mechanism.private_gradient(batches, support, phase, step)
                     policy.observe(private)
-                    norm = float(torch.stack([v.norm() for v in private.values.values()]).norm())
+                    norm = float(nn.utils.get_total_norm(private.values.values()))
                     updater.apply(private.values, support)
                 else:
                     ledger.charge(phase, step, support.size)
