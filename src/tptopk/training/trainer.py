@@ -23,6 +23,7 @@ from tptopk.gradients.memory import memory_bound, parse_bytes
 from tptopk.gradients.precision import check_precision, computing_in, forward_in
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_maker
 from tptopk.privacy.account import charge_account
+from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
@@ -70,6 +71,7 @@ def fit(
     secure_noise: bool = False,
     seed: int | None = None,
     on_step: Callable[[StepRecord], None] | None = None,
+    on_private_gradient: Callable[[PrivateGradient], None] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run:
     """Train `model` in place by `plan` and return the run.
@@ -95,7 +97,8 @@ def fit(
     `account`: an account file (`tptopk account open`) that pays for the whole plan before the first step.
     `secure_noise`: noise from ChaCha20 instead of Philox; slower, needs the cryptography package.
     `seed`: repeatable noise and samples, for experiments: such a run must not be released.
-    `on_step`: called after every step with its `StepRecord`.
+    `on_step`: called after every step with its `StepRecord`. `on_private_gradient`: given every private gradient before
+    the model moves by it; what is made of it without looking at the data again costs nothing.
 
     Formal guarantees: the sequence of private gradients, and so the model and everything else returned except the
     metrics on `test_set`, is (`run.epsilon`, `plan.delta`)-DP for the records of `train_set`, as `run.statement()`
@@ -203,6 +206,8 @@ def fit(
                 if plan.spec.private:
                     private = mechanism.private_gradient(batches, support, phase, step)
                     policy.observe(private)
+                    if on_private_gradient:
+                        on_private_gradient(private)
                     norm = float(nn.utils.get_total_norm(private.values.values()))
                     updater.apply(private.values, support)
                 else:
