@@ -1,0 +1,108 @@
+"""Commands for whoever must check a claim: statement, verify, audit, account."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tptopk.cli.options import AsJson, app
+from tptopk.experiments.audit import audit_mechanism, audit_run, run_plan
+from tptopk.experiments.planted import audit_values, one_step_plan
+from tptopk.privacy.account import open_account, read_account
+from tptopk.privacy.ledger import read_ledger
+from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.statement import as_values as statement_values
+from tptopk.privacy.statement import statement as statement_text
+from tptopk.report.plots import audit_figure
+from tptopk.report.terminal import print_audits, print_verdict
+from tptopk.training.verify import UNCHECKED, facts_in
+from tptopk.training.verify import verify as verify_run
+
+account_app = typer.Typer(no_args_is_help=True, help="One budget for several runs on the same data.")
+app.add_typer(account_app, name="account")
+
+
+@app.command()
+def statement(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
+    """Print what may be claimed for a run, and what may not, from its ledger."""
+    record = read_ledger(Path(run) / "ledger.jsonl")
+    facts = facts_in(Path(run), record)
+    print(json.dumps(statement_values(record.plan, facts)) if json_ else statement_text(record.plan, facts))
+
+
+@app.command()
+def verify(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
+    """Recompute a run's ε from its ledger, twice, and check everything in its folder against it."""
+    found = verify_run(run)
+    if json_:
+        values = {"holds": found.holds, "epsilon": found.epsilon, "delta": found.delta, "epsilons": found.epsilons}
+        checks = [{"check": what, "holds": ok, "words": words} for what, ok, words in found.checks]
+        print(json.dumps({**values, "checks": checks, "not_checked": UNCHECKED}))
+    else:
+        print_verdict(found, UNCHECKED, Console())
+    if not found.holds:
+        raise typer.Exit(1)
+
+
+@app.command()
+def audit(
+    epsilon: Annotated[str, typer.Option(help="ε of one step to attack, separated by commas")] = "1,3,8",
+    delta: Annotated[float, typer.Option(help="δ")] = 1e-5,
+    observations: Annotated[
+        int, typer.Option(help="observations of a step with the record, and as many without")
+    ] = 20_000,
+    runs: Annotated[int, typer.Option(help="whole two-phase runs to attack; 0 for none")] = 400,
+    error_rate: Annotated[float, typer.Option(help="how often a bound may be wrong")] = 0.05,
+    plot: Annotated[str | None, typer.Option(help="write a figure to this file")] = None,
+    json_: AsJson = False,
+) -> None:
+    """Attack the shipped mechanism at its worst case, and print what ε is at least beside what is claimed."""
+    try:
+        budgets = [float(value) for value in epsilon.split(",")]
+    except ValueError as error:
+        raise Refusal(f"epsilon is {epsilon!r}; give numbers separated by commas, such as 1,3,8") from error
+    found = [
+        result
+        for budget in budgets
+        for result in audit_mechanism(one_step_plan(budget, delta), observations=observations, error_rate=error_rate)
+    ]
+    if runs:
+        found.append(audit_run(run_plan(delta=delta), runs=runs, error_rate=error_rate))
+    print(json.dumps([audit_values(result) for result in found])) if json_ else print_audits(found, Console())
+    if plot:
+        audit_figure(found, plot, "Lower bounds on ε by attack, beside the claim")
+    if any(result.verdict != "consistent" for result in found):
+        raise typer.Exit(1)
+
+
+@account_app.command(name="open")
+def open_(
+    path: Annotated[str, typer.Argument(help="the new account's file")],
+    epsilon: Annotated[float, typer.Option(help="budget ε of all runs together")],
+    delta: Annotated[float, typer.Option(help="δ of the budget")] = 1e-5,
+) -> None:
+    """Open an account for a dataset: a budget that several runs share."""
+    account = open_account(path, epsilon, delta)
+    print(
+        f"{path}: ε = {account.epsilon:g} at δ = {account.delta:g} for all runs, added up at Rényi order {account.order:g}"
+    )
+
+
+@account_app.command()
+def show(path: Annotated[str, typer.Argument(help="an account's file")], json_: AsJson = False) -> None:
+    """Print what an account has paid for, and what is left."""
+    account = read_account(path)
+    if json_:
+        runs = [{"name": run["name"], "cost": run["cost"]} for run in account.runs]
+        values = {"epsilon": account.epsilon, "delta": account.delta, "order": account.order}
+        print(json.dumps({**values, "epsilon_spent": account.epsilon_spent, "runs": runs}))
+        return
+    for run in account.runs:
+        print(f"{run['name'] or '(no folder)'}  ε_α = {run['cost']:.4f}")
+    print(
+        f"{len(account.runs)} runs, ε = {account.epsilon_spent:.4f} of {account.epsilon:g} at δ = {account.delta:g} (Rényi order {account.order:g})"
+    )
