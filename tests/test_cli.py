@@ -82,6 +82,7 @@ def test_train_writes_a_run_and_prints_what_it_cost(tptopk, tmp_path):
         "support.safetensors",
         "model.safetensors",
         "statement.md",
+        "warmup.safetensors",
     }
     tptopk("train", *QUICK, cwd=tmp_path)
     assert (tmp_path / "runs" / "tp-topk-2").is_dir()

@@ -1,7 +1,7 @@
 """A run: what training leaves behind, in memory and in a folder.
 
 A run folder holds `run.json` (status, configuration, results), `plan.json`, `ledger.jsonl`, `metrics.jsonl`,
-`support.safetensors`, `model.safetensors` and `statement.md`; until it is finished also checkpoints. None of them holds a noise or sampling secret.
+`support.safetensors`, `model.safetensors`, `statement.md` and, of a warm-up, `warmup.safetensors`; until it is finished also checkpoints. None of them holds a noise or sampling secret.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, statement
 from tptopk.supports.support import Support
+from tptopk.supports.warmup import FILE as WARMUP
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_durably
 
 FORMAT = 1
@@ -140,6 +142,10 @@ class RunFolder:
     def record(self, step: StepRecord) -> None:
         self._metrics.write(json.dumps(asdict(step)) + "\n")
 
+    def keep_warmup(self, warmup: WarmUp) -> None:
+        """What advice needs of the warm-up, once it is over: sums of released gradients."""
+        write_durably(self.path / WARMUP, warmup.content())
+
     def close(self, run: Run, ledger: Ledger) -> None:
         """Write down the end, whatever it was: weights, support, the ledger's last line, and `run.json` last."""
         self._metrics.close()
@@ -149,7 +155,8 @@ class RunFolder:
         names = ("model.safetensors", "support.safetensors")
         for name in names:
             shutil.copymode(self.path / "plan.json", self.path / name)
-        ledger.close(run.status, {name: sha256_of(self.path / name) for name in names})
+        kept = [*names, *([WARMUP] if (self.path / WARMUP).exists() else [])]
+        ledger.close(run.status, {name: sha256_of(self.path / name) for name in kept})
         self.describe(run)
         if run.status == "finished":
             remove_checkpoints(self.path)

@@ -13,6 +13,8 @@ from tptopk.privacy.ledger import Ledger, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy
+from tptopk.supports.support import trainable
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tptopk.training.run import load_weights
 from tptopk.training.updates import WeightAverage, optimizer_state, restore_optimizer
@@ -28,9 +30,10 @@ class Standing:
         scheduler: LRScheduler | None,
         average: WeightAverage | None,
         policy: SupportPolicy,
+        warmup: WarmUp | None = None,
     ) -> None:
         self._model, self._optimizer, self._scheduler = model, optimizer, scheduler
-        self._average, self._policy = average, policy
+        self._average, self._policy, self._warmup = average, policy, warmup
 
     def save(self, folder: Path, ledger: Ledger) -> None:
         state, optimizer = optimizer_state(self._optimizer)
@@ -40,6 +43,7 @@ class Standing:
             "optimizer": state,
             "average": average,
             "policy": self._policy.state(),
+            "warmup": self._warmup.state() if self._warmup and not self._warmup.complete else {},  # else in its file
         }
         save_checkpoint(
             folder,
@@ -69,6 +73,8 @@ class Standing:
             if self._average is not None:
                 self._average.restore(found.part("average"), found.values["averaged"])
             self._policy.restore(found.part("policy"))
+            if self._warmup is not None and (part := found.part("warmup")):
+                self._warmup.restore(part, trainable(self._model))
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             raise Refusal(f"the checkpoint does not fit this model and optimizer: {error}") from error
 
@@ -84,10 +90,11 @@ def check_scheduler_can_be_saved(scheduler: LRScheduler | None, out: object) -> 
         ) from error
 
 
-def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool) -> Ledger:
+def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool, from_start: bool = True) -> Ledger:
     """Put everything back as the last checkpoint has it, and open the ledger for another attempt.
 
-    A run that never came to its first checkpoint starts over, with what it charged counted as lost.
+    A run that never came to its first checkpoint starts over, with what it charged counted as lost; unless it asked
+    queries before its first step, which the plan pays for once.
     """
     if not (folder / "ledger.jsonl").exists():
         raise Refusal(f"{folder} holds no run to resume")
@@ -99,6 +106,8 @@ def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool) -> Le
     if record.end is not None and record.end["status"] == "finished":
         raise Refusal(f"{folder} holds a run that is finished")
     found = load_checkpoint(folder)
+    if found is None and not from_start:
+        raise Refusal(f"{folder} was killed before it could keep what its queries released; begin a new run")
     if found is None:
         return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded)
     try:

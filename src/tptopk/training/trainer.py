@@ -31,6 +31,7 @@ from tptopk.privacy.refusal import Refusal, check_count, refuse_unknown_keywords
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts
@@ -157,7 +158,8 @@ def fit(
     if checkpoint_every is not None:
         check_count("checkpoint_every", checkpoint_every)
     check_scheduler_can_be_saved(scheduler, out)
-    standing = Standing(model, optimizer, scheduler, average, policy)
+    warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
+    standing = Standing(model, optimizer, scheduler, average, policy, warmup)
     if resume and out is not None:
         ledger = resumed(Path(out), plan, standing, seeded=seed is not None)
         streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
@@ -206,6 +208,10 @@ def fit(
                 if plan.spec.private:
                     private = mechanism.private_gradient(batches, support, phase, step)
                     policy.observe(private)
+                    if folder and warmup and phase == 0:
+                        warmup.add(private)
+                        if warmup.complete:
+                            folder.keep_warmup(warmup)
                     if on_private_gradient:
                         on_private_gradient(private)
                     norm = float(nn.utils.get_total_norm(private.values.values()))

@@ -16,6 +16,7 @@ from tptopk.privacy.ledger import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, charged_segments, facts_of, statement
+from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
@@ -165,7 +166,8 @@ def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
         verdict.add("files", True, "no closing line names the model and the support; they were not checked")
         return
     files = record.end.get("files")
-    for name in ("model.safetensors", "support.safetensors"):
+    optional = [WARMUP] if isinstance(files, dict) and WARMUP in files else []
+    for name in ("model.safetensors", "support.safetensors", *optional):
         what = name.partition(".")[0]
         try:
             same = isinstance(files, dict) and sha256_of(folder / name) == files.get(name)

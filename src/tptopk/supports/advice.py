@@ -1,0 +1,348 @@
+"""When do fewer coordinates suffice? An answer from a private warm-up, at no further privacy cost.
+
+The estimate. The warm-up's steps lie in four parts. A support is chosen by the scores of two parts and its signal
+energy is the inner product, on it, of the other two parts' mean gradients, averaged over all six ways to do so:
+
+    E(S) = (1/6) Σ_{C<D} ⟨m_C, m_D⟩ on S(the two other parts),        α(ρ) = E(S_ρ) / E(everything).
+
+Noise and Poisson samples of different steps are independent, so neither the energy that sampling adds to a score nor
+the luck of the chosen coordinates is in it. With v = ν₁²/T_C the variance of a part's mean on one coordinate, and λ the
+variance of a step's sample along the gradient, Var E(S) = (1/36) Σ_{C<D} k v_C v_D + E(S) Σ_C (v_C + λ/T_C)/4, and small
+mixed terms. Intervals invert the normal test of E(S) − α E = 0. A support ranked by the whole warm-up keeps no less.
+
+The verdict. Over a phase of T₂ steps at its best learning rate, both the paper's stationarity bound and the quadratic
+model of the loss make progress in proportion to E²/(E + noise/n). In the bound every step's noise counts in full
+(n = 1); where the loss bends so little that only the sum of all updates matters, noise averages out over all steps
+(n = T₂). Restriction multiplies progress by
+
+    gain_n(ρ) = α² (E + (dν₂² + τ²)/n) / (αE + (kν₂² + τ²)/n),        τ² ≤ (1 − q₂) C₂²/B,
+
+so a random support (α = ρ) never gains, and none does where noise is small. "Restrict" needs a gain above 1 at
+n = T₂ and the unfavourable ends of all intervals together; "stay dense" needs no gain at n = 1 and their favourable ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal, check_number
+from tptopk.supports.scores import SCORES
+from tptopk.supports.warmup import PARTS, WarmUp
+
+RATIOS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
+FEWEST_STEPS = 8  # two a part
+LEVEL = 0.95
+
+
+class Interval(NamedTuple):
+    estimate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One support: so many coordinates, ranked by one score."""
+
+    score: str
+    active_ratio: float  # k/d
+    active: int  # k
+    energy: float  # E(S), without bias; may be negative
+    kept: Interval  # α, at the stated level
+    gain: Interval  # of progress against dense training; the ends hold for all candidates together
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a warm-up says about restriction, and how sure that is."""
+
+    verdict: str  # "restrict", "stay dense" or "cannot tell"
+    reasons: tuple[str, ...]
+    active_ratio: float | None  # where the verdict is to restrict
+    score: str | None
+    learning_rate: tuple[float, float] | None  # factor on phase 2's rate, between n = T₂ and n = 1
+    candidates: tuple[Candidate, ...]
+    misranking: dict[str, Interval]  # by score; 0.5 is a coin
+    signal: Interval  # E(everything): the energy of the mean gradient
+    step_energy: tuple[float, float]  # bracket of the mean energy of a step's gradient, sampling taken off
+    sampling_energy: float  # what Poisson sampling adds to a step at most
+    noise_energy: float  # dν₂²
+    coordinates: int
+    warmup_steps: int
+    steps: int  # T₂
+    level: float
+
+    def as_values(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            **asdict(self),
+            "signal": self.signal._asdict(),
+            "misranking": {score: interval._asdict() for score, interval in self.misranking.items()},
+            "candidates": [
+                {
+                    **asdict(c),
+                    "lost": 1 - c.kept.estimate,
+                    "noise_saved": 1 - c.active_ratio,
+                    "kept": c.kept._asdict(),
+                    "gain": c.gain._asdict(),
+                }
+                for c in self.candidates
+            ],
+        }
+
+
+class Spread(NamedTuple):
+    """Var Σ_p w_p ĝ_p = noise·Σw² + mixed·max w² + slope·Σ w² G_p², for the estimate ĝ_p of G_p²."""
+
+    noise: float
+    mixed: float
+    slope: float
+
+    def std(self, coordinates: float, largest: float, energy: float) -> float:
+        return math.sqrt(self.noise * coordinates + self.mixed * largest + self.slope * max(energy, 0.0))
+
+
+def advise(
+    warmup: WarmUp, *, plan: Plan | None = None, ratios: Sequence[float] | None = None, level: float = LEVEL
+) -> Advice:
+    """Signal kept, reliability of the ranking and a recommendation for the phase that follows the warm-up.
+
+    `plan` is the one that is to follow, the warm-up's own unless given: σ₂, q₂ and T₂ are read from it and never
+    changed. `ratios` are the active ratios to look at, `RATIOS` unless given. Formal guarantees: a function of private gradients and public numbers alone, so it costs nothing.
+    """
+    plan = plan or warmup.plan
+    check_number("level", level, above=0.5, below=1)
+    if len(plan.phases) < 2:
+        raise Refusal(f"advice is about the phase after a warm-up, and this plan of {plan.method} has one phase alone")
+    if not warmup.complete or warmup.steps < FEWEST_STEPS:
+        raise Refusal(
+            f"the warm-up has {warmup.steps} of {warmup.plan.phases[0].steps} steps; advice needs all of them, and at "
+            f"least {FEWEST_STEPS}"
+        )
+    total = warmup.total
+    counts = []
+    for ratio in ratios if ratios is not None else [r for r in RATIOS if r * total >= 1]:
+        check_number("ratio", ratio, above=0, most=1)
+        counts.append(math.floor(ratio * total + 1e-9))
+        if counts[-1] == 0:
+            raise Refusal(
+                f"a ratio of {ratio:g} leaves k = 0 of d = {total} coordinates; give at least {1 / total:.3g}"
+            )
+    energies, weighted, whole = _energies(warmup, counts)
+    spread = _spread(warmup, whole)
+    sure = NormalDist().inv_cdf((1 + level) / 2)
+    surer = NormalDist().inv_cdf(1 - (1 - level) / (2 * max(1, len(SCORES) * sum(k < total for k in counts))))
+    phase = _Phase.of(plan, warmup, total)
+    deviation = spread.std(total, 1.0, whole)
+    signal = Interval(whole, whole - sure * deviation, whole + sure * deviation)
+    ends = (max(0.0, whole - surer * deviation), whole + surer * deviation)
+    candidates = []
+    for score, of_score in energies.items():
+        for k, energy in zip(counts, of_score, strict=True):
+            kept = _share(energy, whole, k, total, spread, sure)
+            wide = _share(energy, whole, k, total, spread, surer)
+            gain = Interval(
+                phase.gain(kept.estimate, whole, k, math.sqrt(phase.steps)),
+                phase.gain(wide.low, ends[1], k, phase.steps),
+                phase.gain(wide.high, ends[0], k, 1, sampled=False),
+            )
+            candidates.append(Candidate(score, k / total, k, energy, kept, gain))
+    wrong = {}
+    for score, value in weighted.items():
+        right = _ratio(value, whole, lambda a: spread.std(total * (1 / 3 - a + a * a), 1.0, whole), sure)
+        wrong[score] = Interval(1 - right.estimate, 1 - right.high, 1 - right.low)
+    score_energy = sum(float(value.double().sum()) for value in warmup.scores().values())
+    score_error = sure * warmup.noise_std**2 * math.sqrt(2 * total / warmup.steps)
+    added = _sampling_energy(warmup.plan)
+    verdict, chosen, reasons = _verdict(candidates, signal, phase, total)
+    return Advice(
+        verdict=verdict,
+        reasons=tuple(reasons),
+        active_ratio=chosen.active_ratio if chosen else None,
+        score=chosen.score if chosen else None,
+        learning_rate=phase.learning_rate(chosen.kept.estimate, whole, chosen.active) if chosen else None,
+        candidates=tuple(candidates),
+        misranking=wrong,
+        signal=signal,
+        step_energy=(max(0.0, whole, score_energy - added - score_error), max(0.0, whole, score_energy + score_error)),
+        sampling_energy=added,
+        noise_energy=total * phase.variance,
+        coordinates=total,
+        warmup_steps=warmup.steps,
+        steps=phase.steps,
+        level=level,
+    )
+
+
+@torch.no_grad()
+def _energies(warmup: WarmUp, counts: Sequence[int]) -> tuple[dict[str, list[float]], dict[str, float], float]:
+    """By score, E(S) for every k and Σ_p ĝ_p·(share of coordinates ranked below p); and E(everything)."""
+    folds = list(combinations(range(PARTS), 2))
+    means = [_flat(warmup.mean(part)) for part in range(PARTS)]
+    energies = {score: [0.0] * len(counts) for score in SCORES}
+    weighted = dict.fromkeys(SCORES, 0.0)
+    whole = 0.0
+    for pair in folds:
+        product = (means[pair[0]] * means[pair[1]]).double() / len(folds)
+        whole += float(product.sum())
+        raw = warmup.scores(part for part in range(PARTS) if part not in pair)
+        for score, rank in SCORES.items():
+            order = torch.sort(_flat(rank(raw)), descending=True, stable=True).indices  # ties in flat order, as top_k
+            running = product[order].cumsum(0)
+            for place, k in enumerate(counts):
+                energies[score][place] += float(running[k - 1])
+            weighted[score] += float(running.mean())  # = Σ_p ĝ_p (d − rank_p + 1)/d
+    return energies, weighted, whole
+
+
+def _flat(values: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.reshape(-1).cpu() for value in values.values()])
+
+
+def _sampling_energy(plan: Plan, phase: int = 0) -> float:
+    """(1 − q)C²/B: the most that Poisson sampling can add to the expected squared norm of one step."""
+    numbers = plan.phases[phase]
+    return (1 - numbers.sample_rate) * numbers.clip_norm**2 / plan.expected_batch_size(numbers)
+
+
+def _spread(warmup: WarmUp, energy: float) -> Spread:
+    """The noise's own part is known; the part of the samples along the gradient is measured, and bounded."""
+    parts = [(warmup.noise_std**2 / count, _sampling_energy(warmup.plan) / count) for count in warmup.counts]
+    noise = sum(v * w for (v, _), (w, _) in combinations(parts, 2)) / 36
+    mixed = sum(v * t + w * s + s * t for (v, s), (w, t) in combinations(parts, 2)) / 36
+    along = _variance_along(warmup, energy)
+    return Spread(noise, mixed, sum(v + along / count for (v, _), count in zip(parts, warmup.counts, strict=True)) / 4)
+
+
+def _variance_along(warmup: WarmUp, energy: float) -> float:
+    """An upper estimate of the variance of a step's sample along the mean gradient, at most (1 − q)C²/B.
+
+    From successive differences of the private gradients along the sum of those before them, in the warm-up's second
+    half, less ν₁². That sum points along the gradient but in part, so the rest is divided by its squared cosine.
+    """
+    most, noise = _sampling_energy(warmup.plan), warmup.noise_std**2
+    late = np.diff(np.asarray(warmup.along[warmup.steps // 2 :]))
+    if len(late) < 4 or energy <= 0:
+        return most
+    seen = 0.5 * float(np.mean(late**2)) * (1 + 2 * math.sqrt(3 / len(late)))  # differences overlap: 3/n, not 2/n
+    cosine = energy / (energy + warmup.total * noise / (0.75 * warmup.steps))
+    return min(most, max(0.0, seen - noise) / cosine)
+
+
+def _share(energy: float, whole: float, k: int, total: int, spread: Spread, sure: float) -> Interval:
+    """α with its interval; everything is everything, however little that is."""
+    if k == total:
+        return Interval(1.0, 1.0, 1.0)
+
+    def std(a: float) -> float:
+        inside, outside = (1 - a) ** 2, a * a
+        return spread.std(
+            inside * k + outside * (total - k), 1.0, inside * max(energy, 0.0) + outside * max(whole - energy, 0.0)
+        )
+
+    return _ratio(energy, whole, std, sure)
+
+
+def _ratio(part: float, whole: float, std: Any, sure: float) -> Interval:
+    """All a in [0, 1] for which part − a·whole is within `sure` standard deviations of zero (Fieller's interval)."""
+    accepted = [a for a in np.linspace(0, 1, 1001) if abs(part - a * whole) <= sure * std(float(a))]
+    estimate = min(1.0, max(0.0, part / whole)) if whole > 0 else 0.5
+    if whole <= sure * std(1.0) or not accepted:
+        return Interval(estimate, 0.0, 1.0)
+    return Interval(estimate, min(estimate, float(accepted[0])), max(estimate, float(accepted[-1])))
+
+
+class _Phase(NamedTuple):
+    """The numbers of the phase that is to follow."""
+
+    steps: int
+    variance: float  # ν₂²
+    sampling: float  # the most that τ²/B can be
+    total: int
+    shrink: float  # how much another clip norm may change the signal's energy, down and up
+    grow: float
+
+    @classmethod
+    def of(cls, plan: Plan, warmup: WarmUp, total: int) -> _Phase:
+        numbers = plan.phases[1]
+        change = (numbers.clip_norm / warmup.plan.phases[0].clip_norm) ** 2
+        return cls(
+            sum(phase.steps for phase in plan.phases[1:]),
+            plan.noise_std(numbers) ** 2,
+            _sampling_energy(plan, 1),
+            total,
+            min(1.0, change),
+            max(1.0, change),
+        )
+
+    def gain(self, kept: float, signal: float, k: int, n: float, *, sampled: bool = True) -> float:
+        """Progress on k coordinates over progress on all, noise averaging out over n steps."""
+        if kept <= 0:
+            return 0.0
+        signal = max(signal, 0.0) * (self.grow if sampled else self.shrink)
+        sampling = self.sampling if sampled else 0.0
+        dense = signal + (self.total * self.variance + sampling) / n
+        return kept**2 * dense / (kept * signal + (k * self.variance + sampling) / n)
+
+    def learning_rate(self, kept: float, signal: float, k: int) -> tuple[float, float]:
+        """The best rate on k coordinates over the best on all, at n = T₂ and at n = 1."""
+        rates = [self.gain(kept, signal, k, n) / kept for n in (self.steps, 1)]
+        return min(rates), max(rates)
+
+
+def _verdict(
+    candidates: Sequence[Candidate], signal: Interval, phase: _Phase, total: int
+) -> tuple[str, Candidate | None, list[str]]:
+    sparse = [c for c in candidates if c.active < total]
+    noise = total * phase.variance
+    if signal.low <= 0:
+        return (
+            "cannot tell",
+            None,
+            [
+                f"The warm-up's mean gradient has an energy of {signal.estimate:.2g}, between {signal.low:.2g} and "
+                f"{signal.high:.2g}: no signal can be told from noise, so no ranking can be judged.",
+                "A longer warm-up, or one with a larger share of the budget, would tell more.",
+            ],
+        )
+    reasons = [
+        f"The mean gradient's energy is {signal.estimate:.2g} ({signal.low:.2g} to {signal.high:.2g}); dense noise adds "
+        f"{noise:.2g} to every step that follows, and {noise / phase.steps:.2g} to their mean over {phase.steps} steps."
+    ]
+    if not sparse:
+        return "cannot tell", None, [*reasons, "No ratio below 1 was asked about."]
+    sure = [c for c in sparse if c.gain.low > 1]
+    if sure:
+        best = max(sure, key=lambda c: c.gain.low)
+        reasons.append(
+            f"The best {best.active_ratio:.3g} of the coordinates by the {best.score} score keep {best.kept.estimate:.0%} of "
+            f"the signal ({best.kept.low:.0%} to {best.kept.high:.0%}) and save {1 - best.active_ratio:.0%} of the noise: "
+            f"progress is at least {best.gain.low:.2f} times that of dense training, even if noise averages out over all steps."
+        )
+        return "restrict", best, reasons
+    most = max(sparse, key=lambda c: c.gain.high)
+    if most.gain.high < 1:
+        reasons.append(
+            f"No support gains: the most favourable, {most.active_ratio:.3g} of the coordinates by the {most.score} score, "
+            f"keeps {most.kept.estimate:.0%} of the signal ({most.kept.low:.0%} to {most.kept.high:.0%}), and progress would be at most "
+            f"{most.gain.high:.2f} times that of dense training with its learning rate chosen well."
+        )
+        return "stay dense", None, reasons
+    best = max(sparse, key=lambda c: c.gain.estimate)
+    reasons.append(
+        f"The likeliest to gain, {best.active_ratio:.3g} of the coordinates by the {best.score} score, keeps {best.kept.estimate:.0%} of the "
+        f"signal ({best.kept.low:.0%} to {best.kept.high:.0%}); against dense training its progress is between {best.gain.low:.2f} and "
+        f"{best.gain.high:.2f}, depending on the truth within the intervals and on how far noise averages out."
+    )
+    reasons.append("Unless speed, memory or communication matter, dense training is the safer choice.")
+    return "cannot tell", None, reasons
