@@ -17,8 +17,8 @@ model of the loss make progress in proportion to E²/(E + noise/n). In the bound
 
     gain_n(ρ) = α² (E + (dν₂² + τ²)/n) / (αE + (kν₂² + τ²)/n),        τ² ≤ (1 − q₂) C₂²/B,
 
-so a random support (α = ρ) never gains, and none does where noise is small. "Restrict" needs a gain above 1 at
-n = T₂ and the unfavourable ends of all intervals together; "stay dense" needs no gain at n = 1 and their favourable ends.
+so a random support (α = ρ) never gains, and none does where noise is small. "Restrict" needs a gain of 5% at n = T₂
+and the unfavourable ends of all intervals together; "stay dense" needs less at n = 1 and their favourable ends.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from tptopk.supports.warmup import PARTS, WarmUp
 RATIOS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
 FEWEST_STEPS = 8  # two a part
 LEVEL = 0.95
+MARGIN = 0.05  # a gain of less is no reason to change anything
 
 
 class Interval(NamedTuple):
@@ -321,7 +322,7 @@ def _verdict(
     ]
     if not sparse:
         return "cannot tell", None, [*reasons, "No ratio below 1 was asked about."]
-    sure = [c for c in sparse if c.gain.low > 1]
+    sure = [c for c in sparse if c.gain.low > 1 + MARGIN]
     if sure:
         best = max(sure, key=lambda c: c.gain.low)
         reasons.append(
@@ -331,9 +332,9 @@ def _verdict(
         )
         return "restrict", best, reasons
     most = max(sparse, key=lambda c: c.gain.high)
-    if most.gain.high < 1:
+    if most.gain.high < 1 + MARGIN:
         reasons.append(
-            f"No support gains: the most favourable, {most.active_ratio:.3g} of the coordinates by the {most.score} score, "
+            f"No support gains {MARGIN:.0%}: the most favourable, {most.active_ratio:.3g} of the coordinates by the {most.score} score, "
             f"keeps {most.kept.estimate:.0%} of the signal ({most.kept.low:.0%} to {most.kept.high:.0%}), and progress would be at most "
             f"{most.gain.high:.2f} times that of dense training with its learning rate chosen well."
         )

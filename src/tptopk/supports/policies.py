@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tptopk.privacy.gradient import PrivateGradient
+from tptopk.privacy.oracle import refuse_oracles
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 from tptopk.supports.scores import CoordinateScores, score_named
@@ -57,6 +58,7 @@ class SupportPolicy:
         schedule: str | RatioSchedule = "constant",
     ) -> None:
         """`stream(n)` is the n-th data-independent random stream; all sizes are checked here, before any charge."""
+        refuse_oracles({"plan": plan, "everything": everything, "score": score, "schedule": schedule})
         self._method, self._everything, self._stream = plan.spec, everything, stream
         self._rank = score_named(score)
         self._scores = CoordinateScores()

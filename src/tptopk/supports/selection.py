@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tptopk.privacy.oracle import refuse_oracles
 from tptopk.supports.support import Support
 
 
@@ -21,6 +22,7 @@ def top_k(scores: Mapping[str, Tensor], k: int) -> Support:
 
     NaN ranks below everything. Deterministic: the same scores give the same support on every machine.
     """
+    refuse_oracles({"the ranking": scores})
     total = sum(score.numel() for score in scores.values())
     if not 0 <= k <= total:
         raise ValueError(f"k = {k} is not between 0 and d = {total}")

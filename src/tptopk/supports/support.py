@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
+from tptopk.privacy.oracle import refuse_oracles
 from tptopk.privacy.refusal import Refusal
 
 
@@ -22,6 +23,7 @@ class Support:
     """
 
     def __init__(self, masks: Mapping[str, Tensor]) -> None:
+        refuse_oracles({"the support": masks})
         for name, mask in masks.items():
             if mask.dtype != torch.bool:
                 raise TypeError(f"the mask of {name} is {mask.dtype}; a support holds booleans")

@@ -25,6 +25,7 @@ from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_mak
 from tptopk.privacy.account import charge_account
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.oracle import refuse_oracles
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count, refuse_unknown_keywords
@@ -106,6 +107,7 @@ def fit(
     says. Refusals come before anything is charged. On Ctrl-C or an error the folder is left readable, holding the
     model so far and what was charged.
     """
+    refuse_oracles(locals())
     records = Records(train_set, collate)
     _check_length(records, plan)
     device = _settle_device(model, device)
