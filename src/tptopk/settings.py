@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from tptopk.data.digits import TRAINING, Pair, digits
-from tptopk.data.files import read_archive
+from tptopk.data.constants import published_size
+from tptopk.data.digits import TRAINING, Pair
+from tptopk.data.sources import read_source
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 
@@ -51,9 +52,21 @@ class Settings:
     ema: float | None = option(None, "decay of a moving average of the weights, such as 0.99")
     data: str | None = option(
         None,
-        "a .npz file with x_train, y_train[, x_test, y_test]; embedded digits if not given; the command line trains classifiers, by cross-entropy",
+        "a benchmark (mnist, fmnist, cifar10, pneumoniamnist, …), a .npz file with x_train, y_train[, x_test, y_test], a .csv or "
+        ".parquet table, or a folder of images; embedded digits if not given; the command line trains classifiers, by cross-entropy",
     )
-    dataset_size: int | None = option(None, "number of training records, which you declare public; needed with --data")
+    data_dir: str | None = option(None, "folder of the benchmarks; TPTOPK_DATA, or data, if not given")
+    schema: str | None = option(
+        None, "a TOML file that says what is public of a table's columns; TABLE.toml if not given"
+    )
+    image_size: int | None = option(
+        None, "side of the square that images of a folder, or of eyepacs, are resized and cropped to"
+    )
+    image_mode: str = option("RGB", "what images of a folder are turned into: RGB or L (grey)")
+    dataset_size: int | None = option(
+        None,
+        "number of training records, which you declare public; needed with --data unless the benchmark's is published",
+    )
     model: str = option(BUILT_IN_MODEL, "package.module:factory of a function that returns the model")
     account: str | None = option(None, "an account file that pays for the run (tptopk account open)")
     secure_noise: bool = option(False, "noise from ChaCha20 instead of Philox; needs the cryptography package")
@@ -77,7 +90,8 @@ class Settings:
         return asdict(self)
 
     def plan(self) -> Plan:
-        if self.dataset_size is None and self.data is not None:
+        size = self.published_size if self.dataset_size is None else self.dataset_size
+        if size is None:
             raise Refusal(
                 "declare the number of training records with --dataset-size N: it becomes a public number of the plan, "
                 "so it is never read from the data behind your back"
@@ -89,7 +103,7 @@ class Settings:
             epsilon=self.epsilon,
             delta=self.delta,
             batch_size=self.batch_size,
-            dataset_size=(TRAINING if self.dataset_size is None else self.dataset_size) + (self.audit_canaries or 0),
+            dataset_size=size + (self.audit_canaries or 0),
             steps=self.steps,
             epochs=None if self.steps is not None else 40.0 if self.epochs is None else self.epochs,
             active_ratio=self.active_ratio,
@@ -99,8 +113,17 @@ class Settings:
             accountant=self.accountant,
         )
 
+    @property
+    def published_size(self) -> int | None:
+        """The number of training records where everybody knows it; None for data whose size a user must declare public."""
+        return TRAINING if self.data in (None, "digits") else published_size(str(self.data))
+
     def load_data(self) -> tuple[Pair, Pair | None]:
-        return digits() if self.data is None else read_archive(self.data)
+        return read_source("digits" if self.data is None else self.data, **self.reading())
+
+    def reading(self) -> dict[str, Any]:
+        """How data is read, beside where it is."""
+        return {name: getattr(self, name) for name in ("data_dir", "schema", "image_size", "image_mode")}
 
     def build_model(self) -> nn.Module:
         return build(self.model)

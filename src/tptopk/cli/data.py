@@ -1,15 +1,17 @@
-"""Commands that look at data: outside the guarantee."""
+"""Commands about data: look at it, which is outside the guarantee, and fetch public benchmarks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tptopk.cli.options import app
+from tptopk.cli.options import DataDir, ImageMode, ImageSize, TableSchema, app
+from tptopk.data.download import fetch as fetch_benchmark
 from tptopk.data.files import findings
-from tptopk.settings import Settings
+from tptopk.data.sources import read_schema_for, read_source
 
 data_app = typer.Typer(
     help="Look at data before training. Outside the guarantee: keep what these print to yourself.", no_args_is_help=True
@@ -20,19 +22,58 @@ app.add_typer(data_app, name="data")
 @data_app.command()
 def check(
     path: Annotated[
-        str | None, typer.Argument(help="a .npz file; the embedded digits if not given", show_default=False)
+        str | None,
+        typer.Argument(
+            help="a file, a folder of images or a benchmark; the embedded digits if not given", show_default=False
+        ),
     ] = None,
     classes: Annotated[int | None, typer.Option(help="number of classes of the model", show_default=False)] = None,
+    data_dir: DataDir = None,
+    schema: TableSchema = None,
+    image_size: ImageSize = None,
+    image_mode: ImageMode = "RGB",
 ) -> None:
-    """Look for records that would spoil training: labels out of range, inputs that are not finite."""
-    training, test = replace(Settings(), data=path).load_data()
+    """Look for records that would spoil training: labels out of range, inputs that are not finite, constant columns."""
+    source = path or "digits"
+    training, test = read_source(source, data_dir=data_dir, schema=schema, image_size=image_size, image_mode=image_mode)
+    columns = read_schema_for(source, schema)
     for name, pair in (("training", training), ("test", test)):
         if pair is None:
             continue
-        labels = "" if pair[1].is_floating_point() else f", labels {int(pair[1].min())} to {int(pair[1].max())}"
+        labelled = len(pair[1]) and not pair[1].is_floating_point()
+        labels = f", labels {int(pair[1].min())} to {int(pair[1].max())}" if labelled else ""
         print(
             f"{name}: {len(pair[1])} records, inputs {tuple(pair[0].shape[1:])} {pair[0].dtype}, targets {pair[1].dtype}{labels}"
         )
-        for line in findings(pair, classes) or ["nothing to report"]:
+        for line in findings(pair, classes, columns) or ["nothing to report"]:
             print(f"  {line}")
     print("This looked at the data itself and is not covered by any guarantee.")
+
+
+@data_app.command()
+def fetch(
+    name: Annotated[
+        str, typer.Argument(help="mnist, fmnist, cifar10, or a 2-D set of MedMNIST such as pneumoniamnist")
+    ],
+    data_dir: DataDir = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(
+            help="another address with files of the same names; their checksums are checked all the same",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Download a public benchmark, check it against the published checksums, and put it in its usual folder."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def show(file: str, received: int, expected: int | None) -> None:
+            if file not in tasks:
+                tasks[file] = progress.add_task(file)
+            progress.update(tasks[file], completed=received, total=expected)
+
+        folder = fetch_benchmark(name, data_dir, mirror=mirror, on_progress=show)
+    print(f"{name} is in {folder}")

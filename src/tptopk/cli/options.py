@@ -26,6 +26,18 @@ Seed = Annotated[
 ]
 
 
+def _setting(name: str) -> Any:
+    """The option of one setting, for commands that take only some."""
+    (found,) = (f for f in fields(Settings) if f.name == name)
+    return typer.Option(help=found.metadata["help"], show_default=False)
+
+
+DataDir = Annotated[str | None, _setting("data_dir")]
+TableSchema = Annotated[str | None, _setting("schema")]
+ImageSize = Annotated[int | None, _setting("image_size")]
+ImageMode = Annotated[str, _setting("image_mode")]
+
+
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command every option of `Settings`; it receives them gathered, as its first argument."""
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]

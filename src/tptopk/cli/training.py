@@ -13,9 +13,8 @@ import typer
 from rich.console import Console
 from torch.nn import functional as F
 
-from tptopk.cli.options import AsJson, Seed, app, with_settings
-from tptopk.data.digits import digits
-from tptopk.data.files import read_inputs
+from tptopk.cli.options import AsJson, DataDir, ImageMode, ImageSize, Seed, TableSchema, app, with_settings
+from tptopk.data.sources import read_source_inputs
 from tptopk.experiments.planted import audit_planted, audit_values, plant
 from tptopk.privacy.ledger import read_ledger
 from tptopk.privacy.methods import METHODS, method_named
@@ -97,7 +96,7 @@ def compare(
             label = f"{name}, seed {seed} ({len(runs.get(name, []))}/{seeds})"
             runs.setdefault(name, []).append(_train(replace(settings, method=name), seed, None, label))
     rows = comparison(runs)
-    if settings.data is not None:
+    if settings.published_size is None:
         print(
             "warning: every row is a separate run with fixed seeds on this data: together they cost far more than the ε of one, and none "
             "may be released",
@@ -143,8 +142,16 @@ def predict(
     run: Annotated[str, typer.Argument(help="a run folder")],
     data: Annotated[
         str | None,
-        typer.Option(help="a .npz file with x or x_test; the embedded test digits if not given", show_default=False),
+        typer.Option(
+            help="a .npz file with x or x_test, a table, a folder of images or a benchmark (its test set); the embedded test "
+            "digits if not given",
+            show_default=False,
+        ),
     ] = None,
+    data_dir: DataDir = None,
+    schema: TableSchema = None,
+    image_size: ImageSize = None,
+    image_mode: ImageMode = "RGB",
     model: Annotated[
         str | None,
         typer.Option(help="package.module:factory; needed unless the run used the built-in model", show_default=False),
@@ -152,7 +159,9 @@ def predict(
 ) -> None:
     """Print a line a record: its number, its most likely class, and that class's probability."""
     trained = load(run, None if model is None else build(model))
-    inputs = digits()[1][0] if data is None else read_inputs(data)
+    inputs = read_source_inputs(
+        data or "digits", data_dir=data_dir, schema=schema, image_size=image_size, image_mode=image_mode
+    )
     print("record,class,probability")
     with torch.no_grad():
         for start in range(0, len(inputs), 1000):

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from tptopk.data.digits import Pair
+from tptopk.data.tables import Schema
 from tptopk.privacy.refusal import Refusal
 
 LAYOUT = "a NumPy archive (.npz) with x_train and y_train, and if there is a test set x_test and y_test"
+MEDMNIST_KEYS = {"train_images", "train_labels", "test_images", "test_labels"}
 
 
 def read_archive(path: str | Path) -> tuple[Pair, Pair | None]:
-    """(training, test or None) of an .npz archive, as tensors."""
+    """(training, test or None) of an .npz archive, as tensors; also in MedMNIST's layout."""
     arrays = _arrays(path)
+    if set(arrays) >= MEDMNIST_KEYS:
+        return _medmnist_part(arrays, "train", path), _medmnist_part(arrays, "test", path)
     missing = {"x_train", "y_train"} - set(arrays)
     if missing:
         raise Refusal(
@@ -30,9 +34,24 @@ def read_archive(path: str | Path) -> tuple[Pair, Pair | None]:
     return _pair(arrays, "train", path), test
 
 
+def read_medmnist(path: str | Path) -> tuple[Pair, Pair]:
+    """(training, test) of a 2-D MedMNIST archive: images [N, C, H, W] in [0, 1], labels [N] ([N, L] where there are several).
+
+    The validation images are in neither.
+    """
+    arrays = _arrays(path)
+    if not set(arrays) >= MEDMNIST_KEYS:
+        raise Refusal(
+            f"{path} is not in MedMNIST's layout: expected {', '.join(sorted(MEDMNIST_KEYS))}; it holds: {', '.join(sorted(arrays)) or 'nothing'}"
+        )
+    return _medmnist_part(arrays, "train", path), _medmnist_part(arrays, "test", path)
+
+
 def read_inputs(path: str | Path) -> Tensor:
     """The inputs of an archive to predict for: x, or x_test."""
     arrays = _arrays(path)
+    if set(arrays) >= MEDMNIST_KEYS:
+        return _medmnist_part(arrays, "test", path)[0]
     for key in ("x", "x_test"):
         if key in arrays:
             return inputs_tensor(arrays[key])
@@ -47,6 +66,19 @@ def _arrays(path: str | Path) -> dict[str, np.ndarray[Any, Any]]:
         return {key: archive[key] for key in archive.files}
     except (ValueError, OSError, BadZipFile, EOFError, AttributeError) as error:
         raise Refusal(f"{path} cannot be read as {LAYOUT}: {error}") from error
+
+
+def _medmnist_part(arrays: dict[str, np.ndarray[Any, Any]], part: str, path: str | Path) -> Pair:
+    images, labels = arrays[f"{part}_images"], arrays[f"{part}_labels"]
+    if images.dtype != np.uint8 or not (images.ndim == 3 or (images.ndim == 4 and images.shape[3] == 3)):
+        raise Refusal(
+            f"{path}: {part}_images is {images.dtype} of shape {images.shape}; only MedMNIST's 2-D sets are read: "
+            "uint8 [N, H, W] or [N, H, W, 3]"
+        )
+    if len(images) != len(labels):
+        raise Refusal(f"{path}: {len(images)} {part}_images and {len(labels)} {part}_labels; expected as many of each")
+    images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)  # [N, C, H, W]
+    return inputs_tensor(images), _targets_tensor(labels)
 
 
 def _pair(arrays: dict[str, np.ndarray[Any, Any]], part: str, path: str | Path) -> Pair:
@@ -78,10 +110,12 @@ def _targets_tensor(y: np.ndarray[Any, Any]) -> Tensor:
     return inputs_tensor(y)
 
 
-def findings(pair: Pair, classes: int | None = None) -> list[str]:
+def findings(pair: Pair, classes: int | None = None, schema: Schema | None = None) -> list[str]:
     """What an operator should know about data before training. Not private: never write this into a run."""
     inputs, targets = pair
-    found = []
+    found = [] if schema is None else schema.findings(inputs)
+    if len(targets) == 0:
+        return [*found, "there are no records"]
     if inputs.is_floating_point():
         bad = int((~torch.isfinite(inputs.flatten(1))).any(1).sum())
         if bad:
@@ -89,6 +123,11 @@ def findings(pair: Pair, classes: int | None = None) -> list[str]:
         constant = inputs.flatten(1)
         if len(constant) > 1 and bool((constant == constant[0]).all()):
             found.append("all records have the same inputs")
+        elif schema is None and inputs.ndim == 2 and len(inputs) > 1:
+            same = (inputs == inputs[0]).all(0).nonzero().flatten().tolist()
+            if same:
+                shown = ", ".join(map(str, same[:10])) + (", …" if len(same) > 10 else "")
+                found.append(f"{len(same)} columns are the same in all records (of column numbers, from 0: {shown})")
     if targets.is_floating_point():
         if not bool(torch.isfinite(targets).all()):
             found.append("some targets are not finite; their records will contribute nothing")

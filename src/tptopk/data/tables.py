@@ -1,0 +1,270 @@
+"""CSV and Parquet tables, turned into numbers by a schema of public facts: bounds, categories and classes, never statistics."""
+
+from __future__ import annotations
+
+import csv
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tptopk.data.digits import Pair
+from tptopk.privacy.refusal import Refusal, check_number, nearest
+
+MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
+SUFFIXES = (".csv", ".parquet")
+
+SCHEMA_EXAMPLE = 'target = "outcome", classes = ["no", "yes"], [numeric] age = [0, 120], [categories] sex = ["f", "m"]'
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What is publicly known of a table's columns.
+
+    A numeric column becomes two inputs: its value, clipped to the bounds and scaled to [-1, 1], and whether it is missing (its
+    value is then 0). A column of categories becomes one input a category and one for anything else. So the number of inputs and
+    their scale are the same whatever the records are.
+    """
+
+    target: str
+    classes: tuple[str, ...]
+    numeric: Mapping[str, tuple[float, float]]
+    categories: Mapping[str, tuple[str, ...]]
+    test: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.numeric and not self.categories:
+            raise Refusal("a table needs columns to learn from: give numeric={'age': (0, 120)} or categories={...}")
+        twice = set(self.numeric) & set(self.categories) | {self.target} & {*self.numeric, *self.categories}
+        if twice:
+            raise Refusal(f"column {sorted(twice)[0]!r} has two roles; it is the target, numeric, or of categories")
+        for name, (low, high) in self.numeric.items():
+            check_number(f"the lower bound of {name!r}", low)
+            check_number(f"the upper bound of {name!r}", high, above=low)
+        for name, values in {**self.categories, self.target: self.classes}.items():
+            if not values or len(set(values)) != len(values):
+                raise Refusal(f"the values of {name!r} are {list(values)}; give each once, and at least one")
+        if len(self.classes) < 2:
+            raise Refusal(f"classes is {list(self.classes)}; give at least two")
+
+    @property
+    def used(self) -> list[str]:
+        return [*self.numeric, *self.categories]
+
+    @property
+    def columns(self) -> list[str]:
+        """A name for each input."""
+        numbers = [name for column in self.numeric for name in (column, f"{column} missing")]
+        return numbers + [f"{column}={value}" for column, known in self.categories.items() for value in (*known, "…")]
+
+    def inputs(self, columns: Mapping[str, Sequence[str]], count: int, path: str | Path) -> Tensor:
+        """The inputs [N, D] for columns of text."""
+        made = [np.zeros((count, 0), np.float32)]
+        for name, (low, high) in self.numeric.items():
+            values, missing = _numbers(columns[name], name, path)
+            scaled = (np.clip(values, low, high) - low) / (high - low) * 2 - 1
+            made.append(np.stack([np.where(missing, 0, scaled), missing], 1).astype(np.float32))  # [N, 2]
+        for name, known in self.categories.items():
+            number = {value: i for i, value in enumerate(known)}
+            chosen = [number.get(value, len(known)) for value in columns[name]]
+            made.append(np.eye(len(known) + 1, dtype=np.float32)[chosen].reshape(count, -1))  # [N, categories + 1]
+        return torch.from_numpy(np.concatenate(made, 1))
+
+    def findings(self, inputs: Tensor) -> list[str]:
+        """Columns that are constant, missing or full of unseen categories. Not private: an operator's own look."""
+        found, start = [], 0
+        for name in self.used:
+            width = 2 if name in self.numeric else len(self.categories[name]) + 1
+            part = inputs[:, start : start + width]
+            start += width
+            if len(part) > 1 and bool((part == part[0]).all()):
+                found.append(f"column {name!r} is the same in all records")
+            if odd := int(part[:, -1].sum()):
+                what = "have no number in" if name in self.numeric else "have an unseen category or none in"
+                found.append(f"{odd} records {what} column {name!r}")
+        return found
+
+
+def schema_of(
+    *,
+    target: str,
+    classes: Sequence[Any],
+    numeric: Mapping[str, Sequence[float]] | None = None,
+    categories: Mapping[str, Sequence[Any]] | None = None,
+    test: str | None = None,
+) -> Schema:
+    """A schema from plain values, such as a TOML file holds."""
+    for name, bounds in (numeric or {}).items():
+        if isinstance(bounds, str) or not isinstance(bounds, Sequence) or len(bounds) != 2:
+            raise Refusal(
+                f"the bounds of {name!r} are {bounds!r}; give the least and the largest value, such as [0, 120]"
+            )
+    for name, values in {**(categories or {}), target: classes}.items():
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise Refusal(f"the values of {name!r} are {values!r}; give a list of them")
+    return Schema(
+        target=target,
+        classes=tuple(map(_text, classes)),
+        numeric={name: (bounds[0], bounds[1]) for name, bounds in (numeric or {}).items()},
+        categories={name: tuple(map(_text, values)) for name, values in (categories or {}).items()},
+        test=test,
+    )
+
+
+def read_schema(path: str | Path) -> Schema:
+    """A schema in a TOML file: target, classes, [numeric] bounds, [categories], and if there is one the test table beside it."""
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Refusal(
+            f"cannot read the schema {path}: {error.strerror}; it is a TOML file: {SCHEMA_EXAMPLE}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise Refusal(f"{path} is not a TOML file: {error}") from error
+    kinds: dict[str, type] = {"target": str, "classes": list, "numeric": dict, "categories": dict, "test": str}
+    for key, value in values.items():
+        if key not in kinds:
+            raise Refusal(f"{path}: unknown word {key!r}{nearest(key, kinds)}")
+        if not isinstance(value, kinds[key]):
+            raise Refusal(f"{path}: {key} is {value!r}; expected as in {SCHEMA_EXAMPLE}")
+    for key in ("target", "classes"):
+        if key not in values:
+            raise Refusal(f"{path} has no {key}; expected as in {SCHEMA_EXAMPLE}")
+    try:
+        return schema_of(**values)
+    except Refusal as refusal:
+        raise Refusal(f"{path}: {refusal}") from None
+
+
+def read_table(
+    path: str | Path,
+    *,
+    target: str,
+    classes: Sequence[Any],
+    numeric: Mapping[str, Sequence[float]] | None = None,
+    categories: Mapping[str, Sequence[Any]] | None = None,
+) -> Pair:
+    """(inputs [N, D], class numbers [N]) of a CSV or Parquet table; see `Schema` for how columns become inputs."""
+    return read_with(path, schema_of(target=target, classes=classes, numeric=numeric, categories=categories))
+
+
+def read_with(path: str | Path, schema: Schema) -> Pair:
+    """The same with a schema. A record without a label, or with one that is not a class, is refused: repair the table first."""
+    columns = text_columns(path, [*schema.used, schema.target])
+    labels = columns[schema.target]
+    number = {value: i for i, value in enumerate(schema.classes)}
+    missing = sum(label.lower() in MISSING and label not in number for label in labels)
+    if missing:
+        raise Refusal(
+            f"{path}: {missing} of {len(labels)} records have no label in {schema.target!r}; label them or leave them out of the table"
+        )
+    unknown = sum(label not in number for label in labels)
+    if unknown:
+        raise Refusal(
+            f"{path}: {unknown} of {len(labels)} records have a label in {schema.target!r} that is not one of the classes "
+            f"{', '.join(schema.classes)}; add the class to the schema or repair the table"
+        )
+    targets = torch.tensor([number[label] for label in labels], dtype=torch.long)
+    return schema.inputs(columns, len(labels), path), targets
+
+
+def read_table_inputs(path: str | Path, schema: Schema) -> Tensor:
+    """The inputs alone, of a table that may have no labels."""
+    columns = text_columns(path, schema.used)
+    return schema.inputs(columns, len(columns[schema.used[0]]), path)
+
+
+def text_columns(path: str | Path, names: list[str]) -> dict[str, list[str]]:
+    """The named columns as text, in the order of the records."""
+    path = Path(path)
+    if not path.is_file():
+        raise Refusal(f"there is no table {path}; expected a {' or '.join(SUFFIXES)} file")
+    found = _parquet_columns(path, names) if path.suffix == ".parquet" else _csv_columns(path, names)
+    if not found[names[0]]:
+        raise Refusal(f"{path} holds no records")
+    return found
+
+
+def _require(names: list[str], there: Sequence[str], path: Path) -> None:
+    for name in names:
+        if name not in there:
+            raise Refusal(f"{path} has no column {name!r}{nearest(name, there)}")
+
+
+def _csv_columns(path: Path, names: list[str]) -> dict[str, list[str]]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = csv.reader(file, strict=True)
+            header = [name.strip() for name in next(rows, [])]
+            _require(names, header, path)
+            twice = [name for name in names if header.count(name) > 1]
+            if twice:
+                raise Refusal(f"{path} has more than one column {twice[0]!r}")
+            places = [header.index(name) for name in names]
+            found: dict[str, list[str]] = {name: [] for name in names}
+            for row in rows:
+                if not row:
+                    continue
+                if len(row) != len(header):
+                    raise Refusal(
+                        f"{path}, line {rows.line_num}: {len(row)} values, but there are {len(header)} columns; "
+                        "separate values by commas and quote those that hold one"
+                    )
+                for name, place in zip(names, places, strict=True):
+                    found[name].append(row[place].strip())
+    except OSError as error:
+        raise Refusal(f"cannot read {path}: {error.strerror}") from error
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise Refusal(f"{path} is not a CSV file in UTF-8: {error}") from error
+    return found
+
+
+def _parquet_columns(path: Path, names: list[str]) -> dict[str, list[str]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise Refusal(
+            f"{path}: Parquet needs pyarrow, which is not installed; type: python -m pip install 'tptopk[tables]', or save it as CSV"
+        ) from error
+    try:
+        _require(names, parquet.read_schema(path).names, path)
+        table = parquet.read_table(path, columns=names)
+        return {name: [_text(value) for value in table.column(name).to_pylist()] for name in names}
+    except (pyarrow.ArrowException, OSError) as error:
+        raise Refusal(f"{path} cannot be read as a Parquet file: {error}") from error
+
+
+def _numbers(texts: Sequence[str], name: str, path: str | Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """(values, which are missing); a missing value is NaN."""
+    values, wrong = np.full(len(texts), math.nan), 0
+    for i, text in enumerate(texts):
+        if text.lower() in MISSING:
+            continue
+        try:
+            values[i] = float(text)
+        except ValueError:
+            wrong += 1
+    if wrong:
+        raise Refusal(
+            f"{path}: {wrong} of {len(texts)} values in {name!r} are not numbers; repair them, leave them empty, or make it a "
+            "column of categories"
+        )
+    return values, np.isnan(values)
+
+
+def _text(value: Any) -> str:
+    """A value as CSV would hold it: nothing for a missing one, whole numbers without a point."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
