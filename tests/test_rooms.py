@@ -16,10 +16,12 @@ ALLOWED = {
     "training": TRAINING,
     "data": {"privacy"},
     "models": set(),
+    "theory": {"privacy", "supports"},
+    "diagnostics": {"privacy", "supports", "theory"},
     "settings": {"data", "privacy", "models"},
-    "experiments": {*TRAINING, "training", "data", "models"},
-    "report": {*TRAINING, "training"},
-    "cli": {*TRAINING, "training", "data", "models", "report", "settings", "experiments"},
+    "experiments": {*TRAINING, "training", "data", "models", "theory"},
+    "report": {*TRAINING, "training", "theory"},
+    "cli": {*TRAINING, "training", "data", "models", "report", "settings", "experiments", "theory"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 
