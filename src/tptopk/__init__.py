@@ -11,6 +11,7 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.supports.support import Support
 from tptopk.training.evaluation import evaluate
 from tptopk.training.run import Run, load
+from tptopk.training.standardize import Standardize
 from tptopk.training.trainer import fit
 
 __version__ = version("tptopk")
@@ -23,6 +24,7 @@ __all__ = [
     "PrivateGradient",
     "Refusal",
     "Run",
+    "Standardize",
     "Support",
     "clipped_sum",
     "evaluate",

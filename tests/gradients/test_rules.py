@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from tests.gradients.cases import CASES, make
 from tptopk.gradients.clipping import ClippedSum, clipped_sum
-from tptopk.gradients.examples import take
+from tptopk.gradients.examples import MeanOverRows, take
 from tptopk.gradients.reference import reference_clipped_sum
+from tptopk.privacy.refusal import Refusal
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
 
@@ -59,6 +60,30 @@ def test_capture_equals_the_reference(name, seed, density, batch, micro, clip_no
     assert not fast[inactive].any()
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("density", [0.1, 1.0])
+@pytest.mark.parametrize("limit", [None, 0])
+def test_rows_of_an_example_are_averaged_before_they_are_clipped(name, density, limit):
+    """Beside each row's own gradient, weighted, added up and then clipped, in plain autograd."""
+    examples, rows, clip_norm = 5, 3, 0.1
+    model, (x, y) = make(name, 4, examples * rows)
+    support, weights = random_support(model, density), torch.rand(examples, rows)
+    slow = 0.0
+    for i in range(examples):
+        total = 0.0
+        for r in range(rows):
+            n = slice(i * rows + r, i * rows + r + 1)
+            own = torch.autograd.grad(F.cross_entropy(model(x[n]), y[n]), list(trainable(model).values()))
+            total = total + weights[i, r] * torch.cat([g.flatten() for g in own])
+        total = total * torch.cat([support[name].flatten() for name in support.masks])
+        slow = slow + total * min(1.0, clip_norm / float(total.norm().clamp(min=1e-12)))
+    batch = (tuple(t.unflatten(0, (examples, rows)) for t in (x, y)), weights)
+    for engine in ("capture", "reference"):
+        loss = MeanOverRows(F.cross_entropy)
+        fast = clipped_sum(model, loss, batch, support, clip_norm, engine=engine, memory_limit=limit)
+        assert_equal(flat(fast), slow, clip_norm)
+
+
 @pytest.mark.parametrize(
     "name", [n for n in CASES if n not in ("rnn", "gru", "lstm")]
 )  # torch cannot vmap a recurrent model as a whole
@@ -69,6 +94,24 @@ def test_vmap_equals_the_reference(name, density):
     fast = flat(clipped_sum(model, F.cross_entropy, data, support, 0.1, engine="vmap"))
     slow = flat(clipped_sum(model, F.cross_entropy, data, support, 0.1, engine="reference"))
     assert_equal(fast, slow, 0.1)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d"])
+@pytest.mark.parametrize("density", [0.1, 1.0])
+def test_automatic_clipping_equals_the_reference_and_keeps_the_sensitivity(name, density):
+    model, data = make(name, 5, 8)
+    support = random_support(model, density)
+    fast, slow = (
+        flat(clipped_sum(model, F.cross_entropy, data, support, 0.3, engine=engine, clipping="auto-s"))
+        for engine in ("capture", "reference")
+    )
+    assert_equal(fast, slow, 0.3)
+    for scale in (1e-4, 1.0, 1e4):
+        one = (data[0][:1] * scale, data[1][:1])
+        alone = flat(clipped_sum(model, F.cross_entropy, one, support, 0.3, clipping="auto-s"))
+        assert alone.norm() <= 0.3
+    with pytest.raises(Refusal, match="auto-s"):
+        clipped_sum(model, F.cross_entropy, data, support, 0.3, clipping="autos")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -452,3 +452,16 @@ def test_weights_of_another_model_are_refused(tmp_path):
     for other in (nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 15), nn.Tanh(), nn.Linear(15, 3))):
         with pytest.raises(Refusal, match="another model"):
             tptopk.load(tmp_path / "run", other)
+
+
+def test_each_phase_has_its_learning_rate():
+    numbers, model = plan(), network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=9.0)
+    run = tptopk.fit(
+        model, data(), numbers, optimizer, loss=F.cross_entropy, learning_rates=(0.1, 0.4), clipping="auto-s"
+    )
+    first, second = (phase.steps for phase in numbers.phases)
+    assert [r.learning_rate for r in run.history] == [0.1] * first + [0.4] * second
+    for rates, said in (((0.1,), "1 values"), ((0.1, -1.0), "learning rate")):
+        with pytest.raises(Refusal, match=said):
+            tptopk.fit(model, data(), numbers, optimizer, loss=F.cross_entropy, learning_rates=rates)

@@ -72,13 +72,16 @@ class _Tap(torch.autograd.Function):
 
 
 class Capture:
-    """A context in which every call of a layer that owns trainable parameters is recorded."""
+    """A context in which every call of a layer that owns trainable parameters is recorded.
 
-    def __init__(self, model: nn.Module, batch: int) -> None:
+    `batch` examples; with `rows`, each is that many rows, one after another, of what the model is given.
+    """
+
+    def __init__(self, model: nn.Module, batch: int, rows: int = 1) -> None:
         self.calls: list[Call] = []
         self._names = {id(p): name for name, p in trainable(model).items()}
         self.rules = claimed_modules(model)
-        self._batch = batch
+        self._batch, self._rows = batch * rows, rows
         self._handles: list[RemovableHandle] = []
         self._sink = torch.zeros((), requires_grad=True)
         self._receive: Receive | None = None
@@ -165,4 +168,4 @@ class Capture:
         for local, contribution in self.rules[call.module].rule(call).items():
             name = self._names.get(id(parameters[local]))
             if name is not None:
-                yield name, contribution
+                yield name, contribution if self._rows == 1 else contribution.folded(self._rows)

@@ -10,8 +10,25 @@ from torch import Tensor, nn
 
 from tptopk.gradients.capture import Capture
 from tptopk.gradients.contributions import Budget, Contribution, Dense, squared_norms_of
-from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, per_example, tensors_of
-from tptopk.gradients.precision import check_precision, clip_factors, computing_in, forward_in, slack
+from tptopk.gradients.examples import (
+    Batch,
+    PerExampleLoss,
+    batch_length,
+    checked_losses,
+    per_example,
+    rows_of,
+    tensors_of,
+)
+from tptopk.gradients.precision import (
+    CLIPPINGS,
+    STABILITY,
+    automatic_factors,
+    check_precision,
+    clip_factors,
+    computing_in,
+    forward_in,
+    slack,
+)
 from tptopk.gradients.reference import reference_clipped_sum
 from tptopk.gradients.vmap import vmap_contributions
 from tptopk.privacy.plan import SMALLEST_CLIP_NORM
@@ -67,6 +84,7 @@ def clipped_sum(
     engine: str = "capture",
     precision: str = "fp32",
     memory_limit: int | None = None,
+    clipping: str = "flat",
 ) -> ClippedSum:
     """Mask, then clip, then sum: Σ_i (m ⊙ g_i) · min(1, C / ‖m ⊙ g_i‖₂).
 
@@ -85,12 +103,15 @@ def clipped_sum(
 
     `engine` is ``capture`` (rules per layer; refuses what it cannot do right), ``vmap`` (any model that torch.func
     can batch) or ``reference`` (one example at a time). `probe.choose_engine` finds the fastest that is right.
+    `clipping` is ``flat``, or ``auto-s``, which scales by C / (‖m ⊙ g_i‖₂ + 0.01) instead (automatic clipping).
     `precision` is ``fp32``, ``tf32`` or ``bf16`` (`gradients/precision.py`).
     `memory_limit` bounds, in bytes, the per-example gradients kept from the norms to the sum; by default a layer's are
     kept where they take at most eight times as much as its input and output. What is not kept is computed again.
     """
     check_number("clip_norm", clip_norm, least=SMALLEST_CLIP_NORM)
     check_precision(precision)
+    if clipping not in CLIPPINGS:
+        raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
     if engine not in ENGINES:
         raise Refusal(f"unknown engine {engine!r}{nearest(str(engine), ENGINES)}")
     losses = forward_in(per_example(loss), precision)
@@ -100,9 +121,11 @@ def clipped_sum(
     device = tensors_of(batch)[0].device
     with computing_in(precision, device):
         if engine == "reference":
-            values = reference_clipped_sum(model, losses, batch, support, clip_norm)
+            values = reference_clipped_sum(
+                model, losses, batch, support, clip_norm, STABILITY if clipping == "auto-s" else None
+            )
             return ClippedSum(torch.cat([v.flatten() for v in values.values()]), shapes_of(model), clip_norm)
-        clip = Clip(support)
+        clip = Clip(support, clipping)
         gather(model, losses, batch, engine, clip, memory_limit)
         weights, finite = clip.weights(batch_length(batch), clip_norm, slack(precision, device), device)
         left_out = None if bool(finite.all()) else ~finite
@@ -115,7 +138,8 @@ class Clip:
     Small ones (biases, norms) are put side by side and treated as one: a network has many, each a dozen launches.
     """
 
-    def __init__(self, support: Support) -> None:
+    def __init__(self, support: Support, clipping: str = "flat") -> None:
+        self._factors = automatic_factors if clipping == "auto-s" else None
         self.support, self.budget = support, Budget(None)
         self._active: dict[str, Contribution] = {}
         self._small: dict[str, Tensor] = {}  # [B, k] each
@@ -148,7 +172,8 @@ class Clip:
             return torch.zeros(batch, device=device), torch.ones(batch, dtype=torch.bool, device=device)
         norms = torch.stack(self._squares).sum(0).sqrt()
         roundings = torch.stack(self._roundings).sum(0).sqrt() if self._roundings else 0.0
-        return clip_factors(norms, roundings, clip_norm, slack).float(), torch.isfinite(norms)
+        factors = (self._factors or clip_factors)(norms, roundings, clip_norm, slack)
+        return factors.float(), torch.isfinite(norms)
 
     @torch.no_grad()
     def sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
@@ -173,7 +198,7 @@ def gather(
         for name, contribution in vmap_contributions(model, loss, batch).items():
             clip.receive(name, contribution)
         return
-    with Capture(model, batch_length(batch)) as capture, torch.enable_grad():
+    with Capture(model, batch_length(batch), rows_of(loss, batch)) as capture, torch.enable_grad():
         total = checked_losses(loss, model, batch).sum()
     clip.budget = Budget(memory_limit)
     capture.differentiate(total, clip.receive)
@@ -183,7 +208,7 @@ def per_example_gradients(model: nn.Module, loss: PerExampleLoss, batch: Batch, 
     """Parameter name → what each example of the batch contributes to it, unclipped."""
     if engine == "vmap":
         return vmap_contributions(model, loss, batch)
-    with Capture(model, batch_length(batch)) as capture, torch.enable_grad():
+    with Capture(model, batch_length(batch), rows_of(loss, batch)) as capture, torch.enable_grad():
         total = checked_losses(loss, model, batch).sum()
     capture.differentiate(total)
     with torch.no_grad():

@@ -35,6 +35,9 @@ class Budget:
 class Contribution(Protocol):
     rounding: Tensor | None  # [B] the most, squared, that rounding can still add to an unclipped gradient
 
+    def folded(self, rows: int) -> Contribution:
+        """Every `rows` examples in a row become one, whose gradient is the sum of theirs."""
+
     def restrict(self, support: Support, name: str) -> None:
         """Leave out the inactive coordinates of parameter `name`, by selection."""
 
@@ -79,6 +82,9 @@ class Dense:
         found.shape, found.active = torch.Size(shape), None if support is None else support.indices(name)
         return found
 
+    def folded(self, rows: int) -> Dense:
+        return Dense(self.values.view(-1, rows, *self.values.shape[1:]).sum(1))
+
     def restrict(self, support: Support, name: str) -> None:
         self.active = support.indices(name)
         self.values = self.values.reshape(len(self.values), -1).index_select(1, self.active)
@@ -110,6 +116,9 @@ class Rows:
     def __init__(self, example: Tensor, row: Tensor, values: Tensor, batch: int, rows: int) -> None:
         """Occurrence n adds values[n] to row[n] of example[n]'s gradient."""
         self.example, self.row, self.values, self.batch, self.rows = example, row, values, batch, rows
+
+    def folded(self, rows: int) -> Rows:
+        return Rows(self.example // rows, self.row, self.values, self.batch // rows, self.rows)
 
     def restrict(self, support: Support, name: str) -> None:
         self.values = self.values.masked_fill(~support[name][self.row], 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,6 +104,30 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     return on_pair
+
+
+class MeanOverRows:
+    """The loss of an example that is several rows: views of one image, records of one patient.
+
+    A batch is (rows, weights): tensors [B, R, …] and [B, R] numbers. Its loss is Σ_r weights[b, r] · loss of row r, so that
+    the gradients of an example's rows are averaged before they are clipped as one.
+    """
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        self.of_a_row = per_example(loss)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        rows, weights = batch
+        losses = self.of_a_row(model, tree_map(lambda leaf: leaf.flatten(0, 1), rows))  # [B · R]
+        return cast(Tensor, (losses.view(weights.shape) * weights).sum(1))
+
+    def rows(self, batch: Batch) -> int:
+        return int(batch[1].shape[1])
+
+
+def rows_of(loss: PerExampleLoss, batch: Batch) -> int:
+    """How many rows of the model's batch belong to each example."""
+    return loss.rows(batch) if isinstance(loss, MeanOverRows) else 1
 
 
 def checked_losses(loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:

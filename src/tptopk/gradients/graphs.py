@@ -53,7 +53,9 @@ class FixedShapes:
         precision: str = "fp32",
         memory_limit: int | None = None,
         compiled: bool = False,
+        clipping: str = "flat",
     ) -> None:
+        self._clipping = clipping
         self._model, self._precision, self._memory_limit = model, precision, memory_limit
         self._loss = forward_in(per_example(loss), precision)
         self._compiled = compiled
@@ -107,7 +109,7 @@ class FixedShapes:
         assert support is not None
 
         def program(leaves: list[Tensor], real: Tensor) -> tuple[Tensor, Tensor]:
-            clip = Clip(support)
+            clip = Clip(support, self._clipping)
             gather(self._model, self._loss, tree_unflatten(leaves, structure), "capture", clip, self._memory_limit)
             weights, finite = clip.weights(size, clip_norm, slack(self._precision, device), device)
             return clip.sum(weights * real, None), finite.all()

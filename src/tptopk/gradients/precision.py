@@ -22,9 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients import kernels
-from tptopk.gradients.examples import Batch, PerExampleLoss, tensors_of
+from tptopk.gradients.examples import Batch, MeanOverRows, PerExampleLoss, tensors_of
 from tptopk.privacy.refusal import Refusal, nearest
 
+STABILITY = 0.01  # γ of automatic clipping
+CLIPPINGS = ("flat", "auto-s")
 SLACK = {"fp32": 0.0, "tf32": 2e-3, "bf16": 2e-2}
 
 
@@ -43,6 +45,15 @@ def clip_factors(norms: Tensor, roundings: Tensor | float, clip_norm: float, sla
     C / max(N (1 + slack), N + r), and at most 1. Zero where the norm is not finite.
     """
     factors = (clip_norm / torch.maximum(norms * (1 + slack), norms + roundings)).clamp(max=1.0)
+    return torch.where(torch.isfinite(norms), factors, 0.0)
+
+
+def automatic_factors(norms: Tensor, roundings: Tensor | float, clip_norm: float, slack: float) -> Tensor:
+    """AUTO-S: every gradient is brought to a norm a little below C, C / (N + γ), instead of only the long ones.
+
+    As `clip_factors` with N enlarged by what may be rounded, so that no example moves the sum by more than C.
+    """
+    factors = clip_norm / (torch.maximum(norms * (1 + slack), norms + roundings) + STABILITY)
     return torch.where(torch.isfinite(norms), factors, 0.0)
 
 
@@ -68,9 +79,10 @@ def forward_in(loss: PerExampleLoss, precision: str) -> PerExampleLoss:
 
     def reduced(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast(tensors_of(batch)[0].device.type, dtype=torch.bfloat16):
-            return loss(model, batch).float()
+            return inner(model, batch).float()
 
-    return reduced
+    inner = loss.of_a_row if isinstance(loss, MeanOverRows) else loss
+    return MeanOverRows(reduced) if isinstance(loss, MeanOverRows) else reduced
 
 
 def may_round(values: Tensor) -> bool:

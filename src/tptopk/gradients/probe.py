@@ -27,6 +27,7 @@ from tptopk.gradients.examples import (
     checked_losses,
     per_example,
     refuse_foreign_leaves,
+    rows_of,
     take,
     tensors_of,
 )
@@ -258,7 +259,7 @@ def _deterministic(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> Iter
 
 def _check_capture(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None:
     """Every use of a parameter in the graph is one recorded call, and recorded calls keep examples apart."""
-    with Capture(model, EXAMPLES) as capture, torch.enable_grad():
+    with Capture(model, EXAMPLES, rows_of(loss, batch)) as capture, torch.enable_grad():
         losses = checked_losses(loss, model, batch)
     uses, recorded = _uses(losses), dict[int, int]()
     for call in capture.calls:

@@ -68,6 +68,16 @@ class Windows:
             return base.as_strided((batch, self.count, self.width), (base.stride(0), *self.positions[1], 1))
         return base.as_strided(sizes, strides).reshape(batch, self.width, self.count).transpose(1, 2)
 
+    def folded(self, rows: int) -> Windows:
+        """Every `rows` entries of the base become one, with that many times the positions."""
+        sizes, strides = self.positions
+        if self.columns[1] == (1,):  # its positions are one axis
+            base = self.base.contiguous()
+            base = base.reshape(-1, rows * base.shape[1], base.shape[2])
+            return Windows(base, ((base.shape[1],), (base.stride(1),)), self.columns)
+        base = self.base.view(-1, rows, *self.base.shape[1:])
+        return Windows(base, ((rows, *sizes), (base.stride(1), *strides)), self.columns)
+
     def offsets(self) -> tuple[Tensor, Tensor]:
         """x[b, t, j] lies positions[t] + columns[j] elements after the start of base[b]."""
         return _offsets(self.positions, self.base.device), _offsets(self.columns, self.base.device)
@@ -106,6 +116,16 @@ class Products:
         self._kept: Dense | None = None
         self.rounding: Tensor | None = None  # [B] the most, squared, that rounding can add to an unclipped gradient
         self._factored: tuple[Tensor, Tensor] | None = None  # g [B, T, p'], x [B, T, d'] of active rows and columns
+
+    def folded(self, rows: int) -> Products:
+        positions, height = self.g.shape[1:]
+
+        def library_sum(g: Tensor, base: Tensor) -> Tensor:
+            assert self._library_sum is not None
+            return self._library_sum(g.reshape(-1, positions, height), base.flatten(0, 1))
+
+        g = self.g.reshape(-1, rows * positions, height)
+        return Products(g, self.x.folded(rows), self.shape, library_sum if self._library_sum else None)
 
     def restrict(self, support: Support, name: str) -> None:
         self._support, self._name = support, name

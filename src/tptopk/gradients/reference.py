@@ -10,9 +10,17 @@ from tptopk.supports.support import Support, trainable
 
 
 def reference_clipped_sum(
-    model: nn.Module, loss: PerExampleLoss, batch: Batch, support: Support, clip_norm: float
+    model: nn.Module,
+    loss: PerExampleLoss,
+    batch: Batch,
+    support: Support,
+    clip_norm: float,
+    stability: float | None = None,
 ) -> dict[str, Tensor]:
-    """Σ_i (m ⊙ g_i) · min(1, C / ‖m ⊙ g_i‖), examples with a gradient that is not finite left out."""
+    """Σ_i (m ⊙ g_i) · min(1, C / ‖m ⊙ g_i‖), examples with a gradient that is not finite left out.
+
+    With a stability γ the factor is C / (‖m ⊙ g_i‖ + γ) instead.
+    """
     parameters = trainable(model)
     total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
     for i in range(batch_length(batch)):
@@ -21,6 +29,8 @@ def reference_clipped_sum(
         if not torch.isfinite(norm):
             continue
         factor = min(1.0, clip_norm / float(norm)) if norm > 0 else 1.0
+        if stability is not None:
+            factor = clip_norm / (float(norm) + stability)
         for name, g in gradient.items():
             total[name] += factor * g
     return total

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 class Scattering(nn.Module):
     """[B, C, H, W] → [B, C · (1 + JL + L² J(J−1)/2), H/2^J, W/2^J]: with two scales and eight angles, 81 channels for one."""
 
+    _low: Tensor
+
     def __init__(self, height: int, width: int, scales: int = 2, angles: int = 8) -> None:
         super().__init__()
         grain = 2**scales
@@ -59,19 +61,21 @@ class Scattering(nn.Module):
         """The transform of |x ∗ ψ| for all angles of a scale, sampled at that scale."""
         waves = folded(getattr(self, f"_waves{scale}"), 2**at)
         filtered = folded(x[..., None, :, :] * waves, 2 ** (scale - at)) / 4 ** (scale - at)
-        return torch.fft.fft2(torch.fft.ifft2(filtered).abs())
+        result: Tensor = torch.fft.fft2(torch.fft.ifft2(filtered).abs())
+        return result
 
     def _smoothed(self, x: Tensor, at: int) -> Tensor:
         """x ∗ φ, sampled at the coarsest scale, without the border."""
         coarser = self.scales - at
         filtered = folded(x * folded(self._low, 2**at), 2**coarser) / 4**coarser
-        return torch.fft.ifft2(filtered).real[..., 1:-1, 1:-1]
+        result: Tensor = torch.fft.ifft2(filtered).real[..., 1:-1, 1:-1]
+        return result
 
 
 def folded(transform: Tensor, grain: int) -> Tensor:
     """The transform of every `grain`-th sample in both directions, times grain²: frequencies that become one are added up."""
     rows, columns = transform.shape[-2] // grain, transform.shape[-1] // grain
-    return transform.unflatten(-1, (grain, columns)).unflatten(-3, (grain, rows)).sum((-4, -2))
+    return transform.reshape(*transform.shape[:-2], grain, rows, grain, columns).sum((-4, -2))
 
 
 def gabor(rows: int, columns: int, width: float, angle: float, frequency: float, slant: float) -> Tensor:

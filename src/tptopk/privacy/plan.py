@@ -74,6 +74,7 @@ class Plan:
     adjacency: str = ADJACENCY
     queries: tuple[Phase, ...] = ()
     target_epsilon: float | None = None
+    unit: str = "record"  # what is protected; other than a record, all records that share an id are one
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
@@ -82,6 +83,8 @@ class Plan:
         check_number("delta", self.delta, above=0, below=1)
         check_count("dataset_size", self.dataset_size)
         check_number("active_ratio", self.active_ratio, above=0, most=1)
+        if not isinstance(self.unit, str) or not self.unit.isprintable() or not 0 < len(self.unit) <= 40:
+            raise Refusal(f"unit is {self.unit!r}; it must be a short word for what is protected, such as 'patient'")
         if self.accountant not in ACCOUNTANTS:
             raise Refusal(f"unknown accountant {self.accountant!r}{nearest(str(self.accountant), ACCOUNTANTS)}")
         if self.adjacency != ADJACENCY:
@@ -184,6 +187,7 @@ class Plan:
         clip_norm: float | Sequence[float] = 1.0,
         accountant: str = "pld",
         queries: Sequence[Phase] = (),
+        unit: str = "record",
     ) -> Plan:
         """The plan of a method whose whole cost is ε: never more, and at most 0.1% less.
 
@@ -191,6 +195,7 @@ class Plan:
         costs `warmup_budget`·ε; then σ₂ so that everything composed costs ε. `warmup_budget=None` takes one σ for
         both phases. `clip_norm` is one number or (C₁, C₂). Methods without a warm-up do not read `warmup` and
         `warmup_budget`; dense methods do not read `active_ratio`. `queries` are composed in and keep their noise.
+        `unit` names what is protected, if that is not one record: `dataset_size` and `batch_size` then count units.
         """
         spec = method_named(method)
         check_number("epsilon", epsilon, above=0)
@@ -254,6 +259,7 @@ class Plan:
             queries=tuple(queries),
             active_ratio=active_ratio if spec.sparse else 1.0,
             target_epsilon=epsilon if spec.private else None,
+            unit=unit,
         )
 
 

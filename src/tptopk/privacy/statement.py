@@ -92,7 +92,7 @@ def as_values(plan: Plan, facts: Facts) -> dict[str, Any]:
         "status": facts.status,
         "attempts": facts.attempts,
         "method": plan.method,
-        "unit": "record",
+        "unit": plan.unit,
         "adjacency": plan.adjacency,
         "dataset_size": plan.dataset_size,
         "epsilon": facts.epsilon,
@@ -147,9 +147,12 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
         f"- At other δ: {curve}.",
         f"- The figures count on Poisson sampling with a secret sample. Without that assumption the same noise gives ε = "
         f"{'∞' if math.isinf(plain) else round_up(plain)} at δ = {plan.delta:g}.",
-        "- Unit of privacy: one record of the training set. A person with several records is not covered as one person.",
-        f"- Neighbouring datasets: the number of records, {plan.dataset_size:,}, was declared public; one record may be replaced by one "
-        "that contributes nothing (zero-out adjacency), accounted as adding or removing a record.",
+        "- Unit of privacy: one record of the training set. A person with several records is not covered as one person."
+        if plan.unit == "record"
+        else f"- Unit of privacy: one {plan.unit}, with all its records: they are drawn together, averaged and clipped as one. That records "
+        f"carry the right id of their {plan.unit} is taken as given.",
+        f"- Neighbouring datasets: the number of {plan.unit}s, {plan.dataset_size:,}, was declared public; one {plan.unit} may be replaced by "
+        f"one that contributes nothing (zero-out adjacency), accounted as adding or removing a {plan.unit}.",
         "- What is covered: every private gradient of the run and all that was computed from them: the final model, all "
         "intermediate models, the scores and the chosen supports.",
     ]
@@ -159,7 +162,7 @@ def _mechanism(plan: Plan, facts: Facts) -> list[str]:
     lines = [
         "## What was done",
         "",
-        f"Method {plan.method}: {plan.spec.summary}. Each step drew a Poisson sample, set inactive coordinates of each record's gradient "
+        f"Method {plan.method}: {plan.spec.summary}. Each step drew a Poisson sample, set inactive coordinates of each {plan.unit}'s gradient "
         "to zero, clipped it to norm C, added Gaussian noise of standard deviation σC on the active coordinates, and divided by the "
         "public expected batch size.",
         "",

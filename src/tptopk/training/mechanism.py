@@ -51,13 +51,17 @@ class Mechanism:
         memory_limit: int | None = None,
         replay: bool = False,
         compiled: bool = False,
+        clipping: str = "flat",
     ) -> None:
+        self._clipping = clipping
         self._model, self._loss, self._engine = model, loss, engine
         self._plan, self._ledger, self._streams = plan, ledger, streams
         self._precision, self._memory_limit = precision, memory_limit
         self._fixed = None
         if engine == "capture" and (replay or compiled):
-            self._fixed = FixedShapes(model, loss, precision=precision, memory_limit=memory_limit, compiled=compiled)
+            self._fixed = FixedShapes(
+                model, loss, precision=precision, memory_limit=memory_limit, compiled=compiled, clipping=clipping
+            )
         self._most_examples: int | None = None  # that fitted into memory, once more did not
 
     def private_gradient(self, batches: Iterable[Batch], support: Support, phase: int, step: int) -> PrivateGradient:
@@ -104,12 +108,28 @@ class Mechanism:
             engine=self._engine,
             precision=self._precision,
             memory_limit=self._memory_limit,
+            clipping=self._clipping,
         )
         if versions_of(self._model) != untouched:
             raise RuntimeError(
                 "a tensor of the model was changed while gradients were computed, which would carry data past the mechanism; nothing was released"
             )
         return found
+
+    def query_clip_norm(self, index: int) -> float:
+        return self._plan.queries[index].clip_norm
+
+    @torch.no_grad()
+    def answer(self, index: int, total: Tensor) -> Tensor:
+        """(total + N(0, σ²C² I)) / (q N) for the plan's query of that number, which must have been charged.
+
+        Each record may have moved `total` by at most the query's clip norm, in l2 norm. A query is answered once.
+        """
+        self._ledger.answer_query(index)
+        numbers = self._plan.queries[index]
+        noise = self._streams.normal(total.numel(), total.device, "query", index)
+        noisy = total + noise.view_as(total) * (numbers.noise_multiplier * numbers.clip_norm)
+        return noisy / self._plan.expected_batch_size(numbers)
 
     @torch.no_grad()
     def _release(self, total: ClippedSum, support: Support, phase: int, step: int) -> PrivateGradient:

@@ -87,6 +87,9 @@ class Records:
                 "them past its clip. Pad every record to one public length, or mask the padding in the model"
             )
 
+    def batch(self, indices: Tensor, device: torch.device) -> Batch:
+        return move(self.fetch(indices), device)
+
     def fetch(self, indices: Tensor) -> Batch:
         if self.tensors is not None:
             return take(self.tensors, indices)
@@ -160,4 +163,4 @@ def micro_batches(records: Records, indices: Tensor, size: int, device: torch.de
     parts = -(-len(indices) // size)
     for n in range(parts):
         chosen = indices[n * len(indices) // parts : (n + 1) * len(indices) // parts]
-        yield move(records.fetch(chosen), device)
+        yield records.batch(chosen, device)

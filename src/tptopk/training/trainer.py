@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tptopk.gradients.clipping import clipped_sum
-from tptopk.gradients.examples import Batch, per_example, take
+from tptopk.gradients.examples import Batch, MeanOverRows, per_example, take
 from tptopk.gradients.memory import memory_bound, parse_bytes
-from tptopk.gradients.precision import check_precision, computing_in, forward_in
+from tptopk.gradients.precision import CLIPPINGS, check_precision, computing_in, forward_in
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_maker
 from tptopk.privacy.account import charge_account
 from tptopk.privacy.gradient import PrivateGradient
@@ -28,15 +28,17 @@ from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.oracle import refuse_oracles
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
-from tptopk.privacy.refusal import Refusal, check_count, refuse_unknown_keywords
+from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
+from tptopk.training.rows import RowRecords, Views
 from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
+from tptopk.training.standardize import Standardize, check_queries
 from tptopk.training.standing import Standing, check_scheduler_can_be_saved, resumed
 from tptopk.training.updates import Updater, WeightAverage, check_optimizer
 
@@ -56,6 +58,12 @@ def fit(
     test_set: Any = None,
     collate: Collate | None = None,
     scheduler: LRScheduler | None = None,
+    learning_rates: Sequence[float] | None = None,
+    views: Views | None = None,
+    unit: Any = None,
+    most_rows: int | None = None,
+    standardize: Standardize | None = None,
+    clipping: str = "flat",
     score: str = "paper",
     ratio_schedule: str | RatioSchedule = "constant",
     ema: float | None = None,
@@ -81,6 +89,13 @@ def fit(
     `train_set`: a map-style dataset, a TensorDataset or a tuple of tensors, of exactly `plan.dataset_size` records.
     `loss`: a torch loss for (inputs, targets) records, or any `loss(model, batch) -> [B]`.
     `scheduler`: any learning-rate scheduler that needs no metric; stepped after every step.
+    `learning_rates`: one for each phase of the plan, instead of the optimizer's own.
+    `views`: a function from inputs [B, …] to [B, V, …], several versions of each example (mirrored, shifted), whose
+    gradients are averaged before they are clipped as one. `unit`: an id for each record, where the plan's `unit` is
+    something else than a record: records of one id are drawn together and averaged, so that the guarantee is for the
+    unit; of a unit with more than `most_rows` records the first `most_rows` take part.
+    `standardize`: a `Standardize` layer of the model, whose statistics are released by two queries of the plan.
+    `clipping`: "flat", or "auto-s" (automatic clipping), which scales every gradient to a norm just below C.
     `score`: how `tp-topk` and `on-topk` rank coordinates: "paper" or "factored".
     `ratio_schedule`: "constant", "linear" or "cosine" from all coordinates down to the plan's active ratio, or a
     callable from progress in [0, 1] to a ratio.
@@ -108,7 +123,17 @@ def fit(
     model so far and what was charged.
     """
     refuse_oracles(locals())
+    if (unit is None) != (plan.unit == "record"):
+        raise Refusal(
+            f"the plan protects one {plan.unit}; "
+            + ("give unit=, an id for each record" if unit is None else "say Plan.calibrate(unit=…)")
+        )
     records = Records(train_set, collate)
+    if views is not None or unit is not None:
+        records.refuse_mixing_collate()
+        records = RowRecords(train_set, collate, views, unit, most_rows)
+        records.refuse_mixing_views()
+    losses = per_example(loss) if type(records) is Records else MeanOverRows(loss)
     _check_length(records, plan)
     device = _settle_device(model, device)
     check_optimizer(optimizer, model)
@@ -121,7 +146,11 @@ def fit(
         raise Refusal(
             "ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps"
         )
+    _check_rates(learning_rates, plan, scheduler)
     check_precision(precision)
+    if clipping not in CLIPPINGS:
+        raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
+    check_queries(standardize, plan, model)
     if micro_batch_size is not None:
         check_count("micro_batch_size", micro_batch_size)
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
@@ -129,12 +158,12 @@ def fit(
     records.refuse_mixing_collate()
     one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
     if plan.spec.private:
-        engine = choose_engine(model, per_example(loss), one, engine)
+        engine = choose_engine(model, losses, one, engine)
         records.refuse_mixing_by_length(model, per_example(loss), device)
         if math.isinf(plan.epsilon()):
             raise Refusal("the plan's noise is so small that its ε is infinite")
         if micro_batch_size is None or limit is not None:
-            fits = _largest_batch(model, per_example(loss), one, plan, engine, precision, limit)
+            fits = _largest_batch(model, losses, one, plan, engine, precision, limit)
             micro_batch_size = min(fits, micro_batch_size or MOST_EXAMPLES.get(device.type, 512))
     else:
         refuse_unsuitable(model)
@@ -163,7 +192,7 @@ def fit(
     warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)
     if resume and out is not None:
-        ledger = resumed(Path(out), plan, standing, seeded=seed is not None)
+        ledger = resumed(Path(out), plan, standing, seeded=seed is not None, from_start=standardize is None)
         streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
     folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
     if account is not None and not resume:  # a resumed run was paid for when it began
@@ -178,7 +207,7 @@ def fit(
     every = checkpoint_every or max(1, plan.steps // 20)
     mechanism = Mechanism(
         model,
-        per_example(loss),
+        losses,
         plan,
         ledger,
         streams,
@@ -186,6 +215,7 @@ def fit(
         precision=precision,
         replay=cuda_graphs and device.type == "cuda",
         compiled=compile,
+        clipping=clipping,
     )
     sampler = PoissonSampler(plan.dataset_size, streams)
     updater = Updater(model, optimizer)
@@ -197,7 +227,14 @@ def fit(
     try:
         _trained.add(model)
         ledger.charge_queries()
+        if standardize is not None and not resume:
+            standardize.ask(records, mechanism if plan.spec.private else None, micro_batch_size or 512, device)
+            if folder:
+                standing.save(folder.path, ledger)  # what was asked is not asked again
         for phase, numbers in enumerate(plan.phases):
+            if learning_rates is not None:
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rates[phase]
             for step in range(ledger.steps[phase], numbers.steps):
                 if ledger.steps_allowed < 1:
                     break
@@ -221,8 +258,9 @@ def fit(
                 else:
                     ledger.charge(phase, step, support.size)
                     with computing_in(precision, device):
-                        losses = forward_in(per_example(loss), precision)
-                        ordinary = _ordinary_gradient(model, losses, batches, plan.expected_batch_size(numbers))
+                        ordinary = _ordinary_gradient(
+                            model, forward_in(losses, precision), batches, plan.expected_batch_size(numbers)
+                        )
                     updater.apply(ordinary, support)
                 rate = float(optimizer.param_groups[0]["lr"])
                 if scheduler is not None:
@@ -307,13 +345,24 @@ def _check_test_set(
         model.train(training)
 
 
+def _check_rates(rates: Sequence[float] | None, plan: Plan, scheduler: LRScheduler | None) -> None:
+    if rates is None:
+        return
+    if scheduler is not None:
+        raise Refusal("give either a scheduler or learning_rates, and not both")
+    if len(rates) != len(plan.phases):
+        raise Refusal(f"learning_rates has {len(rates)} values; the plan has {len(plan.phases)} phase(s)")
+    for rate in rates:
+        check_number("learning rate", rate, above=0)
+
+
 def _check_length(records: Records, plan: Plan) -> None:
     found = len(records)
     if found == 0:
         raise Refusal("the dataset is empty")
     if found != plan.dataset_size:
         raise Refusal(
-            f"the plan declares a dataset of {plan.dataset_size} records and this one has {found}; the size is a public number of "
+            f"the plan declares a dataset of {plan.dataset_size} {plan.unit}s and this one has {found}; the size is a public number of "
             "the plan and must be right throughout the run"
         )
 

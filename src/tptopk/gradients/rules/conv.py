@@ -64,7 +64,7 @@ def _library_sum(layer: Convolution, positions: torch.Size) -> Callable[[Tensor,
 def padded(x: Tensor, layer: Convolution) -> Tensor:
     """The input as the layer's kernel sees it, with its padding written out."""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-    return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode)
+    return F.pad(x, layer._reversed_padding_repeated_twice, mode=mode).contiguous()
 
 
 def windows(x: Tensor, layer: Convolution, positions: torch.Size) -> Windows:

@@ -1,0 +1,116 @@
+"""Examples of several rows: views of one image, or all records of one patient, averaged before they are clipped as one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from tptopk.gradients.examples import Batch
+from tptopk.gradients.probe import made_up
+from tptopk.privacy.refusal import Refusal, check_count
+from tptopk.training.sampling import Collate, Records
+
+Views = Callable[[Tensor], Tensor]  # inputs [B, …] → [B, V, …]
+
+
+class RowRecords(Records):
+    """A dataset whose examples are units of several records, or records seen in several views, or both.
+
+    A batch is (rows [B, R, …], weights [B, R]), as `MeanOverRows` takes it. A unit of fewer than R records is filled up with
+    rows of weight zero; of one with more than `most_rows`, the first `most_rows` take part.
+    """
+
+    def __init__(
+        self, dataset: Any, collate: Collate | None, views: Views | None, unit: Any, most_rows: int | None
+    ) -> None:
+        super().__init__(dataset, collate)
+        self._views = views
+        self._members: Tensor | None = None
+        if unit is not None:
+            self._members, self._counts = _members(unit, super().__len__(), most_rows)
+
+    def __len__(self) -> int:
+        return super().__len__() if self._members is None else len(self._members)
+
+    def batch(self, indices: Tensor, device: torch.device) -> Batch:
+        members, counts = indices[:, None], torch.ones(len(indices))
+        if self._members is not None:
+            members, counts = self._members[indices], self._counts[indices]
+        rows = super().batch(members.flatten(), device)
+        taking_part = torch.arange(members.shape[1]) < counts[:, None]
+        weights = (taking_part / counts[:, None]).to(device)  # [B, R]
+        if self._views is not None:
+            inputs, targets = _pair(rows)
+            seen = _checked(self._views(inputs), inputs)
+            views = seen.shape[1]
+            rows = seen.flatten(0, 1), targets.repeat_interleave(views, 0)
+            weights = weights.repeat_interleave(views, 1) / views
+        return tree_map(lambda leaf: leaf.view(len(indices), -1, *leaf.shape[1:]), rows), weights
+
+    def refuse_mixing_views(self) -> None:
+        """Refuse views of one record that depend on the records beside it."""
+        if self._views is None:
+            return
+        like, _ = _pair(self.fetch(torch.zeros(1, dtype=torch.long)))
+        first, second, third = (made_up(like, np.random.default_rng(n)) for n in range(3))
+        with _same_dice() as again:
+            seen = []
+            for other in (second, second, third):
+                again()
+                seen.append(_checked(self._views(torch.cat([first, other])), torch.cat([first, other]))[0])
+        if torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2]):
+            raise Refusal("the views mix records: those of the first record change with the second record")
+
+
+def _members(unit: Any, records: int, most_rows: int | None) -> tuple[Tensor, Tensor]:
+    """[U, R] the records of each unit, the first repeated where there are fewer; and [U] how many there are."""
+    ids: Sequence[Any] = unit.tolist() if isinstance(unit, (Tensor, np.ndarray)) else list(unit)
+    if len(ids) != records:
+        raise Refusal(f"unit holds {len(ids)} ids for {records} records; it needs one for each")
+    if most_rows is not None:
+        check_count("most_rows", most_rows)
+    groups: dict[Any, list[int]] = {}
+    for index, one in enumerate(ids):
+        groups.setdefault(one, []).append(index)
+    chosen = [group[:most_rows] for group in groups.values()]
+    longest = max(len(group) for group in chosen)
+    filled = torch.tensor([group + group[:1] * (longest - len(group)) for group in chosen])
+    return filled, torch.tensor([float(len(group)) for group in chosen])
+
+
+def _pair(batch: Batch) -> tuple[Tensor, Tensor]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise Refusal("views need records of (inputs, targets)")
+    return batch[0], batch[1]
+
+
+def _checked(seen: Tensor, inputs: Tensor) -> Tensor:
+    if not isinstance(seen, Tensor) or seen.dim() < 2 or len(seen) != len(inputs) or seen.shape[1] == 0:
+        raise Refusal(
+            f"views must turn inputs {tuple(inputs.shape)} into [{len(inputs)}, number of views, …]; they gave "
+            f"{tuple(seen.shape) if isinstance(seen, Tensor) else type(seen).__name__}"
+        )
+    return seen
+
+
+@contextmanager
+def _same_dice() -> Iterator[Callable[[], None]]:
+    """A function that sets all usual generators to one seed; afterwards they are as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def again() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    with torch.random.fork_rng():
+        yield again
+    random.setstate(python)
+    np.random.set_state(numpy)

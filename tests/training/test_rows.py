@@ -1,0 +1,130 @@
+"""Several rows of one example: views, and units of several records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tptopk
+from tptopk.privacy.plan import Phase, Plan
+from tptopk.privacy.refusal import Refusal
+from tptopk.training.rows import RowRecords
+
+CPU = torch.device("cpu")
+
+
+def plan(size, *, steps=4, rate=0.5, sigma=1e-3, unit="record", method="dp-sgd"):
+    """So little noise that updates can be compared."""
+    phase = Phase(steps=steps, sample_rate=rate, noise_multiplier=sigma, clip_norm=0.05)
+    return Plan(phases=(phase,), delta=1e-7, dataset_size=size, unit=unit, method=method, accountant="rdp")
+
+
+def data(records=24):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(records, 1, 6, 6, generator=generator), torch.arange(records) % 3
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def mirrored(x):
+    return torch.stack([x, x.flip(-1)], 1)
+
+
+def trained(train_set, numbers, **options):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run = tptopk.fit(model, train_set, numbers, optimizer, loss=F.cross_entropy, seed=3, **options)
+    return torch.cat([p.detach().flatten() for p in run.model.parameters()]), run
+
+
+def by_hand(examples, numbers, **options):
+    """The same steps with each example's rows averaged in its loss by hand, one example at a time."""
+    x, y = examples
+
+    def loss(model, batch):
+        losses = F.cross_entropy(
+            model(batch[0].flatten(0, 1)), batch[1].repeat_interleave(x.shape[1]), reduction="none"
+        )
+        return losses.view(len(batch[0]), -1).mean(1)
+
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    tptopk.fit(model, (x, y), numbers, optimizer, loss=loss, seed=3, engine="reference")
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_views_are_averaged_before_clipping():
+    x, y = data()
+    numbers = plan(24)
+    found, run = trained((x, y), numbers, views=mirrored)
+    stored, _ = trained((mirrored(x), y), numbers, views=lambda views: views)
+    assert run.engine == "capture"
+    torch.testing.assert_close(found, by_hand((mirrored(x), y), numbers), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, stored)
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_records_of_a_unit_are_drawn_together_and_averaged():
+    x, y = data()
+    y = torch.arange(8).repeat_interleave(3) % 3
+    ids = [f"patient {n}" for n in range(8) for _ in range(3)]
+    found, run = trained((x, y), plan(8, unit="patient"), unit=ids)
+    together = (x.view(8, 3, 1, 6, 6), torch.arange(8) % 3)
+    expected = by_hand(together, plan(8))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert "one patient, with all its records" in run.statement() and "A person with several" not in run.statement()
+
+
+def test_units_of_unequal_size_weigh_the_same_and_can_be_cut():
+    x, y = torch.arange(6.0)[:, None], torch.arange(6)
+    ids = torch.tensor([7, 7, 7, 2, 5, 5])
+    (rows, targets), weights = RowRecords((x, y), None, None, ids, None).batch(torch.tensor([0, 1, 2]), CPU)
+    assert weights.sum(1).tolist() == pytest.approx([1, 1, 1])
+    assert (rows[..., 0] * weights).sum(1).tolist() == pytest.approx([1.0, 3.0, 4.5])
+    assert targets[1].tolist() == [3, 3, 3], "filled up with its own record, at weight zero"
+    cut = RowRecords((x, y), None, lambda v: torch.stack([v, -v], 1), ids, 2)
+    (rows, _), weights = cut.batch(torch.tensor([0, 2]), CPU)
+    assert rows.shape == (2, 4, 1) and weights.tolist() == [[0.25] * 4, [0.25] * 4]
+    assert rows[0, :, 0].tolist() == [0, -0.0, 1, -1] and len(cut) == 3
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_a_whole_unit_moves_an_update_by_at_most_the_clip_norm():
+    """A unit of a hundred records with large gradients, there or replaced by one that contributes nothing."""
+    x, y = data(120)
+    ids = torch.cat([torch.zeros(100, dtype=torch.long), torch.arange(1, 21)])
+    numbers = plan(21, steps=1, rate=1.0, unit="patient")
+    with_unit, _ = trained((x * 50, y), numbers, unit=ids)
+    gone = x.clone() * 50
+    gone[:100] = float("nan")  # a unit that is not finite contributes zero
+    without, _ = trained((gone, y), numbers, unit=ids)
+    assert 0 < (with_unit - without).norm() <= 0.5 * 0.05 / 21 * (1 + 1e-3)
+
+
+def test_bad_views_and_units_are_refused():
+    x, y = data()
+    with pytest.raises(Refusal, match="give unit="):
+        trained((x, y), plan(8, unit="patient"))
+    with pytest.raises(Refusal, match="say Plan.calibrate"):
+        trained((x, y), plan(24), unit=list(range(24)))
+    with pytest.raises(Refusal, match="23 ids for 24"):
+        trained((x, y), plan(8, unit="patient"), unit=list(range(23)))
+    with pytest.raises(Refusal, match="patients and this one has 24"):
+        trained((x, y), plan(8, unit="patient"), unit=list(range(24)))
+    with pytest.raises(Refusal, match="views mix records"):
+        trained((x, y), plan(24), views=lambda x: torch.stack([x, x - x.mean(0)], 1))
+    with pytest.raises(Refusal, match="views must turn"):
+        trained((x, y), plan(24), views=lambda x: x[:1])
+    with pytest.raises(Refusal, match="inputs, targets"):
+        tptopk.fit(
+            network(), x, plan(24), torch.optim.SGD(network().parameters(), lr=0.1), loss=lambda m, b: m(b).sum(1),
+            views=mirrored,
+        )  # fmt: skip
+    with pytest.raises(Refusal, match="short word"):
+        plan(8, unit="")

@@ -1,0 +1,157 @@
+"""Channel statistics are released by two charged queries, and one record moves neither by more than its clip norm."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import tptopk
+from tptopk.privacy.ledger import Ledger, read_ledger
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.randomness import Streams
+from tptopk.privacy.refusal import Refusal
+from tptopk.training.mechanism import Mechanism
+from tptopk.training.sampling import Records
+from tptopk.training.standardize import Standardize
+from tptopk.training.verify import verify
+
+CPU = torch.device("cpu")
+RECORDS = 500
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    deviations, means = torch.tensor([0.1, 2.0, 1.0]), torch.tensor([0.5, -1.0, 0.0])
+    noise = torch.randn(RECORDS, 3, 4, 4, generator=generator)
+    return noise * deviations.view(-1, 1, 1) + means.view(-1, 1, 1), torch.arange(RECORDS) % 3
+
+
+def plan(layer, sigma=0.01, **options):
+    given = {"epsilon": 3.0, "delta": 1e-5, "batch_size": 50, "dataset_size": RECORDS, "steps": 4, "accountant": "rdp"}
+    queries = layer.queries(sigma) if sigma else ()
+    return Plan.calibrate(
+        "dp-sgd", queries=queries, **{**given, "epsilon": 1e6 if sigma and sigma < 1 else 3.0, **options}
+    )
+
+
+def network(layer):
+    torch.manual_seed(0)
+    return nn.Sequential(layer, nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(8, 3))
+
+
+def fitted(layer, numbers, train_set=None, **options):
+    model = network(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train_set = data() if train_set is None else train_set
+    return tptopk.fit(model, train_set, numbers, optimizer, loss=F.cross_entropy, standardize=layer, **options)
+
+
+def asked(x, sigma=0.01, scale=2.0):
+    layer = Standardize(torch.full((3,), scale))
+    numbers = plan(layer, sigma)
+    ledger = Ledger(numbers)
+    ledger.charge_queries()
+    mechanism = Mechanism(network(layer), lambda m, b: m(b[0]).sum(1), numbers, ledger, Streams("r", seed=1))
+    layer.ask(Records((x, torch.zeros(len(x)))), mechanism, 64, CPU)
+    return layer
+
+
+def test_with_little_noise_the_statistics_are_the_data_s():
+    x, _ = data()
+    layer = asked(x)
+    out = layer(x)
+    torch.testing.assert_close(layer.mean, x.mean((0, 2, 3)), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(out.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-2)
+    torch.testing.assert_close(out.std((0, 2, 3)), torch.ones(3), rtol=5e-2, atol=0)
+
+
+def test_one_record_moves_a_query_by_at_most_its_clip_norm():
+    """Noise is the same in both: only the record differs, which is large, or not finite and so contributes nothing."""
+    x, _ = data()
+    near, far = x.clone(), x.clone()
+    near[7], far[7] = float("nan"), 1e6
+    moved = (asked(far).mean - asked(near).mean) / 2.0  # in units of the scale
+    assert 0 < moved.norm() <= math.sqrt(3) / RECORDS * (1 + 1e-4)
+    assert torch.isfinite(asked(far).factor).all()
+
+
+def test_the_noise_has_its_standard_deviation():
+    """Of 3 × 400 draws; beyond these bounds once in a million runs."""
+    layer = Standardize(torch.ones(3))
+    draws = []
+    for seed in range(400):
+        numbers = plan(layer, 40.0)
+        ledger = Ledger(numbers)
+        ledger.charge_queries()
+        mechanism = Mechanism(network(layer), lambda m, b: m(b[0]).sum(1), numbers, ledger, Streams("r", seed=seed))
+        draws.append(mechanism.answer(0, torch.zeros(3)))
+    found = torch.cat(draws).square().mean().sqrt() / (40.0 * math.sqrt(3) / RECORDS)
+    assert abs(float(found) - 1) < 4.9 / math.sqrt(2 * 1200)
+
+
+def test_queries_are_charged_first_and_answered_once(tmp_path):
+    layer = Standardize(torch.ones(3))
+    numbers = plan(layer, 40.0)
+    run = fitted(layer, numbers, out=tmp_path / "run")
+    kinds = [line["kind"] for line in read_ledger(tmp_path / "run" / "ledger.jsonl").lines]
+    assert kinds[:5] == ["plan", "attempt", "query", "query", "steps"]
+    assert run.epsilon <= 3.0 and verify(tmp_path / "run").holds and "channel means" in run.statement()
+    ledger = Ledger(numbers)
+    mechanism = Mechanism(network(layer), lambda m, b: m(b[0]).sum(1), numbers, ledger, Streams("r"))
+    with pytest.raises(RuntimeError, match="not charged"):
+        mechanism.answer(0, torch.zeros(3))
+    ledger.charge_queries()
+    mechanism.answer(0, torch.zeros(3))
+    with pytest.raises(RuntimeError, match="answered before"):
+        mechanism.answer(0, torch.zeros(3))
+    without = plan(layer, 0)
+    assert numbers.phases[0].noise_multiplier > without.phases[0].noise_multiplier, "the queries cost something"
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_a_resumed_run_keeps_the_statistics_that_were_released(tmp_path):
+    layer = Standardize(torch.ones(3))
+    numbers = plan(layer, 40.0)
+
+    def stop(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitted(layer, numbers, out=tmp_path / "run", on_step=stop, checkpoint_every=100)
+    again = Standardize(torch.ones(3))
+    run = fitted(again, numbers, out=tmp_path / "run", resume=True)
+    assert torch.equal(again.mean, layer.mean) and run.epsilon <= 3.0 and verify(tmp_path / "run").holds
+    with pytest.raises(KeyboardInterrupt):
+        fitted(Standardize(torch.ones(3)), numbers, out=tmp_path / "other", on_step=stop)
+    for name in (tmp_path / "other").glob("checkpoint*"):
+        name.unlink()
+    with pytest.raises(Refusal, match="begin a new run"):
+        fitted(Standardize(torch.ones(3)), numbers, out=tmp_path / "other", resume=True)
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_views_count_as_one_record_and_ordinary_training_is_exact():
+    x, y = data()
+    layer = Standardize(torch.ones(3))
+    fitted(layer, plan(layer), train_set=(x, y), views=lambda x: torch.stack([x, x.flip(-1)], 1))
+    torch.testing.assert_close(layer.mean, x.mean((0, 2, 3)), rtol=0, atol=0.05)
+    exact = Standardize(torch.ones(3))
+    numbers = Plan.calibrate("non-private", epsilon=1.0, delta=1e-5, batch_size=50, dataset_size=RECORDS, steps=2)
+    fitted(exact, numbers)
+    torch.testing.assert_close(exact.mean, x.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused():
+    layer = Standardize(torch.ones(3))
+    with pytest.raises(Refusal, match=r"queries=layer.queries\(\)"):
+        fitted(layer, plan(layer, 0))
+    with pytest.raises(Refusal, match="layer of the model"):
+        other = network(nn.Identity())
+        optimizer = torch.optim.SGD(other.parameters(), lr=1)
+        tptopk.fit(other, data(), plan(layer), optimizer, loss=F.cross_entropy, standardize=layer)
+    with pytest.raises(Refusal, match="one positive number"):
+        Standardize(torch.tensor([1.0, 0.0]))
