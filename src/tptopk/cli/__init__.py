@@ -16,6 +16,7 @@ from tptopk.privacy.refusal import Refusal
 # The order of the commands in --help.
 # isort: off
 from tptopk.cli import training as training
+from tptopk.cli import advising as advising
 from tptopk.cli import measuring as measuring
 from tptopk.cli import data as data
 from tptopk.cli import checking as checking

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from tptopk.cli.options import AsJson, DataDir, ImageMode, ImageSize, Seed, TableSchema, app, with_settings
 from tptopk.data.sources import read_source_inputs
 from tptopk.experiments.planted import audit_planted, audit_values, plant
+from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import read_ledger
 from tptopk.privacy.methods import METHODS, method_named
 from tptopk.privacy.plan import Plan
@@ -191,8 +193,17 @@ def _settings_of(folder: str, given: Settings) -> tuple[Settings, Plan]:
     return replace(own, **changed), read_ledger(Path(folder) / "ledger.jsonl").plan
 
 
-def _train(settings: Settings, seed: int | None, out: str | None, label: str, resumed: Plan | None = None) -> Run:
-    plan = resumed or settings.plan()
+def _train(
+    settings: Settings,
+    seed: int | None,
+    out: str | None,
+    label: str,
+    resumed: Plan | None = None,
+    *,
+    by: Plan | None = None,
+    watch: Callable[[PrivateGradient], None] | None = None,
+) -> Run:
+    plan = resumed or by or settings.plan()
     training, test = settings.load_data()
     canaries = None
     if settings.audit_canaries is not None:
@@ -223,6 +234,7 @@ def _train(settings: Settings, seed: int | None, out: str | None, label: str, re
             resume=resumed is not None,
             seed=seed,
             on_step=progress,
+            on_private_gradient=watch,
             config=settings.to_dict(),
         )
     if canaries is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tptopk.privacy.refusal import Refusal
+from tptopk.supports.advice import Advice
 
 INK, MUTED, PRIVATE, OPEN = "#1f2933", "#9aa5b1", "#2a6f97", "#c2410c"
 
@@ -177,5 +178,41 @@ def audit_figure(results: Sequence[Any], path: str | Path, title: str) -> None:
     panels[-1][0].set_xlabel("score; dashed: where a guess begins", fontsize=9)
     panels[-1][1].set_xlabel("ε is at least (dark: by the verdict); line: claimed", fontsize=9)
     panels[0][0].legend(fontsize=8, edgecolor="none")
+    figure.suptitle(title, fontsize=11, color=INK)
+    _save(figure, path)
+
+
+def advice_figure(advice: Advice, path: str | Path, title: str) -> None:
+    """Signal kept against ρ beside noise left, and progress on ρ beside that of dense training."""
+    figure, (left, right) = _pyplot().subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    for score, colour in zip(advice.misranking, (PRIVATE, OPEN), strict=False):
+        rows = [c for c in advice.candidates if c.score == score]
+        ratios = [c.active_ratio for c in rows]
+        left.plot(
+            ratios, [c.kept.estimate for c in rows], "o-", color=colour, markersize=4, label=f"by the {score} score"
+        )
+        left.fill_between(ratios, [c.kept.low for c in rows], [c.kept.high for c in rows], color=colour, alpha=0.18)
+        gains = [[max(value, 1e-3) for value in c.gain] for c in rows]  # zero has no place on a logarithmic axis
+        right.plot(ratios, [g[0] for g in gains], "o-", color=colour, markersize=4)
+        right.fill_between(ratios, [g[1] for g in gains], [g[2] for g in gains], color=colour, alpha=0.18)
+    every = [10 ** (-2 + 2 * n / 100) for n in range(101)]
+    left.plot(every, every, color=MUTED, linestyle="--", label="noise left; signal kept at random")
+    left.set(ylim=(0, 1.03), ylabel="share")
+    right.axhline(1.0, color=INK, linewidth=0.8)
+    right.set(yscale="log", ylim=(0.03, 30), ylabel="progress, × dense training")
+    if advice.active_ratio is not None:
+        right.axvline(advice.active_ratio, color=INK, linewidth=1, linestyle=":")
+    for axes in (left, right):
+        smallest = min(c.active_ratio for c in advice.candidates)
+        axes.set(xscale="log", xlim=(1.05, smallest / 1.05), xlabel="active ratio ρ")
+        ticks = [r for r in (1.0, 0.4, 0.2, 0.1, 0.05, 0.02, 0.01) if r >= smallest / 1.05]
+        axes.set_xticks(ticks, [f"{r:g}" for r in ticks])
+        axes.minorticks_off()
+        _plain(axes, "both")
+    ticks = [0.1, 0.3, 1, 3, 10]
+    right.set_yticks(ticks, [f"{value:g}" for value in ticks])
+    left.legend(fontsize=8, edgecolor="none")
+    left.set_title(f"signal kept, {advice.level:.0%} intervals", fontsize=9, color=INK, loc="left")
+    right.set_title(f"{advice.verdict}", fontsize=9, color=INK, loc="left")
     figure.suptitle(title, fontsize=11, color=INK)
     _save(figure, path)

@@ -17,6 +17,7 @@ from rich.table import Table
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import ACCOUNTANTS, round_up
 from tptopk.privacy.plan import Plan
+from tptopk.supports.advice import Advice
 from tptopk.training.run import Run, StepRecord
 from tptopk.training.verify import Verdict
 
@@ -272,3 +273,49 @@ def print_audits(found: Sequence[Any], console: Console) -> None:
             f"  {result.observations:,} observations; each bound is wrong {result.error_rate:g} of the time at most\n"
             f"  verdict (wrong {result.verdict_rate:g} of the time at most): {escape(result.verdict)}"
         )
+
+
+def print_advice(advice: Advice, console: Console) -> None:
+    """Signal kept and noise saved from ρ = 1 down, how reliable the rankings are, and the recommendation."""
+    console.print(
+        f"d = {advice.coordinates:,} coordinates; warm-up of {advice.warmup_steps} steps; {advice.steps} steps to follow; "
+        f"intervals hold at {advice.level:.0%}"
+    )
+    scores = list(advice.misranking)
+    table = Table(
+        caption="noise saved, and signal kept by each ranking, in %; progress × dense training, worst to best"
+    )
+    for column in ("ρ", "k", "noise saved", *scores, "random", "progress"):
+        table.add_column(column, justify="right")
+    for rows in zip(*([c for c in advice.candidates if c.score == score] for score in scores), strict=True):
+        best = max(rows, key=lambda c: c.gain.estimate)
+        dense = best.active == advice.coordinates
+        table.add_row(
+            f"{best.active_ratio:.2g}",
+            f"{best.active:,}",
+            _percent(1 - best.active_ratio),
+            *("100" if dense else f"{_percent(c.kept[0])} ({_percent(c.kept[1])}–{_percent(c.kept[2])})" for c in rows),
+            _percent(best.active_ratio),
+            "1" if dense else f"{best.gain.low:.2f}–{best.gain.high:.2f}",
+        )
+    console.print(table)
+    for score, wrong in advice.misranking.items():
+        console.print(
+            f"misranking, {score}: a coordinate drawn by its signal is ranked below one drawn at random with probability "
+            f"{wrong.estimate:.2f} ({wrong.low:.2f} to {wrong.high:.2f}; 0.5 is a coin)"
+        )
+    console.print(
+        f"energy of a step's gradient: between {advice.step_energy[0]:.2g} and {advice.step_energy[1]:.2g}, with the at most "
+        f"{advice.sampling_energy:.2g} that sampling adds taken off; of their mean: {advice.signal.estimate:.2g}\n"
+    )
+    verdict = advice.verdict
+    if advice.active_ratio is not None and advice.learning_rate is not None:
+        low, high = advice.learning_rate
+        verdict += f" to ρ = {advice.active_ratio:.3g} by the {advice.score} score, with the learning rate times {low:.2g} to {high:.2g}"
+    console.print(f"[bold]{verdict}[/]")
+    for reason in advice.reasons:
+        console.print(f"- {reason}")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}" if share >= 0.0995 or share == 0 else f"{100 * share:.1f}"

@@ -18,7 +18,8 @@ model of the loss make progress in proportion to E²/(E + noise/n). In the bound
     gain_n(ρ) = α² (E + (dν₂² + τ²)/n) / (αE + (kν₂² + τ²)/n),        τ² ≤ (1 − q₂) C₂²/B,
 
 so a random support (α = ρ) never gains, and none does where noise is small. "Restrict" needs a gain of 5% at n = T₂
-and the unfavourable ends of all intervals together; "stay dense" needs less at n = 1 and their favourable ends.
+and the unfavourable ends of intervals wide enough to hold for all supports together. "Stay dense" needs less than that
+for every support at n = 1 and the favourable ends; as it must hold for each of them, it needs no wider intervals.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Candidate:
     active: int  # k
     energy: float  # E(S), without bias; may be negative
     kept: Interval  # α, at the stated level
-    gain: Interval  # of progress against dense training; the ends hold for all candidates together
+    gain: Interval  # progress over that of dense training: at n = √T₂, at worst and at best
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,15 @@ def advise(
     phase = _Phase.of(plan, warmup, total)
     deviation = spread.std(total, 1.0, whole)
     signal = Interval(whole, whole - sure * deviation, whole + sure * deviation)
-    ends = (max(0.0, whole - surer * deviation), whole + surer * deviation)
     candidates = []
     for score, of_score in energies.items():
         for k, energy in zip(counts, of_score, strict=True):
             kept = _share(energy, whole, k, total, spread, sure)
-            wide = _share(energy, whole, k, total, spread, surer)
+            least = _share(energy, whole, k, total, spread, surer).low
             gain = Interval(
                 phase.gain(kept.estimate, whole, k, math.sqrt(phase.steps)),
-                phase.gain(wide.low, ends[1], k, phase.steps),
-                phase.gain(wide.high, ends[0], k, 1, sampled=False),
+                phase.gain(least, whole + surer * deviation, k, phase.steps),
+                phase.gain(kept.high, signal.low, k, 1, sampled=False),
             )
             candidates.append(Candidate(score, k / total, k, energy, kept, gain))
     wrong = {}

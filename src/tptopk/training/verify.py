@@ -17,6 +17,7 @@ from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, charged_segments, facts_of, statement
 from tptopk.supports.warmup import FILE as WARMUP
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
@@ -94,6 +95,24 @@ def _facts(record: LedgerRecord, folder: Path, verdict: Verdict) -> Facts:
     except (Refusal, KeyError, ValueError, TypeError, AttributeError) as error:
         verdict.add("checkpoint", False, str(error))
     return facts
+
+
+def warmup_in(path: str | Path) -> WarmUp:
+    """The warm-up that a run kept for advice; refused where it is not the file that the run's ledger names."""
+    folder = Path(path)
+    record = read_ledger(folder / "ledger.jsonl")
+    if not (folder / WARMUP).exists():
+        raise Refusal(
+            f"{folder} holds no {WARMUP}: {record.plan.method} has no warm-up, or it was not finished; "
+            "tptopk advise without a run makes one, and charges it"
+        )
+    files = record.end.get("files") if record.end is not None else None
+    if isinstance(files, dict) and WARMUP in files and files[WARMUP] != sha256_of(folder / WARMUP):
+        raise Refusal(f"{folder / WARMUP} is not the file that the run left")
+    found = WarmUp.load(folder / WARMUP)
+    if found.plan.phases[0] != record.plan.phases[0] or found.plan.dataset_size != record.plan.dataset_size:
+        raise Refusal(f"{folder / WARMUP} is of another plan than the run's ledger")
+    return found
 
 
 def facts_in(folder: Path, record: LedgerRecord) -> Facts:

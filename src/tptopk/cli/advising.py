@@ -1,0 +1,102 @@
+"""The command that answers the question of the paper's title: advise."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tptopk.cli.options import AsJson, Seed, app, with_settings
+from tptopk.cli.training import _free_folder, _train
+from tptopk.privacy.accounting import round_up
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal
+from tptopk.report.plots import advice_figure
+from tptopk.report.terminal import print_advice
+from tptopk.settings import Settings
+from tptopk.supports.advice import FEWEST_STEPS, LEVEL, advise
+from tptopk.supports.warmup import FILE, WarmUp
+from tptopk.training.checkpoint import write_durably
+from tptopk.training.verify import warmup_in
+
+
+@app.command(name="advise")
+@with_settings
+def advise_(
+    settings: Settings,
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="folder of a run with a warm-up; without it, a warm-up of these settings is run and charged",
+            show_default=False,
+        ),
+    ] = None,
+    ratios: Annotated[
+        str | None, typer.Option(help="active ratios to look at, separated by commas", show_default=False)
+    ] = None,
+    level: Annotated[float, typer.Option(help="how often an interval holds the truth")] = LEVEL,
+    seed: Seed = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="folder for the warm-up; the next free runs/advise-N if not given", show_default=False),
+    ] = None,
+    plot: Annotated[
+        str | None, typer.Option(help="also draw the advice into this .png, .svg or .pdf", show_default=False)
+    ] = None,
+    json_: AsJson = False,
+) -> None:
+    """Say from a private warm-up whether training fewer coordinates would help: restrict, stay dense, or cannot tell."""
+    chosen = _numbers(ratios)
+    cost: dict[str, Any] = {}
+    if run is not None:
+        if settings != Settings() or out is not None or seed is not None:
+            raise Refusal("advice on a run is about its own plan: leave out the settings, --out and --seed")
+        warmup, folder = warmup_in(run), run
+    else:
+        folder = out or _free_folder("advise")
+        warmup, cost = _charged_warmup(settings, seed, folder)
+    found = advise(warmup, ratios=chosen, level=level)
+    if plot:
+        advice_figure(found, plot, f"When do fewer coordinates suffice? {folder}")
+    if json_:
+        print(json.dumps({**found.as_values(), "folder": folder, **cost}))
+        return
+    print_advice(found, Console())
+    if cost:
+        print(
+            f"This warm-up is charged: ε = {round_up(cost['epsilon'])} at δ = {cost['delta']:g}, in {folder}. Training on the same data comes "
+            "on top of it."
+        )
+    else:
+        print("This advice reads released gradients alone and costs nothing.")
+
+
+def _numbers(ratios: str | None) -> list[float] | None:
+    try:
+        return None if ratios is None else [float(ratio) for ratio in ratios.split(",")]
+    except ValueError as error:
+        raise Refusal(f"ratios is {ratios!r}; give numbers separated by commas, such as 0.4,0.1") from error
+
+
+def _charged_warmup(settings: Settings, seed: int | None, folder: str) -> tuple[WarmUp, dict[str, Any]]:
+    """The first phase of the settings' plan, as a dense run of its own that pays for itself."""
+    plan = settings.plan()
+    if not plan.spec.warmup:
+        raise Refusal(f"{plan.method} has no warm-up to advise from; use --method tp-topk")
+    if plan.phases[0].steps < FEWEST_STEPS:
+        raise Refusal(f"the warm-up has {plan.phases[0].steps} steps; advice needs at least {FEWEST_STEPS}")
+    alone = Plan(
+        phases=plan.phases[:1],
+        delta=plan.delta,
+        dataset_size=plan.dataset_size,
+        accountant=plan.accountant,
+        queries=plan.queries,
+    )
+    warmup = WarmUp(plan)
+    run = _train(replace(settings, method="dp-sgd"), seed, folder, "warm-up", by=alone, watch=warmup.add)
+    write_durably(Path(folder) / FILE, warmup.content())
+    return warmup, {"epsilon": run.epsilon, "delta": plan.delta}
