@@ -25,7 +25,7 @@ for every support at n = 1 and the favourable ends; as it must hold for each of 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import NormalDist
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tptopk.privacy.plan import Plan
@@ -40,6 +41,7 @@ from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.supports.scores import SCORES
 from tptopk.supports.warmup import PARTS, WarmUp
 
+Array = NDArray[np.float64]
 RATIOS = (1.0, 0.8, 0.6, 0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
 FEWEST_STEPS = 8  # two a part
 LEVEL = 0.95
@@ -104,14 +106,15 @@ class Advice:
 
 
 class Spread(NamedTuple):
-    """Var Σ_p w_p ĝ_p = noise·Σw² + mixed·max w² + slope·Σ w² G_p², for the estimate ĝ_p of G_p²."""
+    """Var Σ_p w_p ĝ_p = noise·Σw² + mixed + slope·Σ w² G_p², for the estimate ĝ_p of G_p²."""
 
     noise: float
     mixed: float
     slope: float
 
-    def std(self, coordinates: float, largest: float, energy: float) -> float:
-        return math.sqrt(self.noise * coordinates + self.mixed * largest + self.slope * max(energy, 0.0))
+    def std(self, coordinates: Array | float, energy: Array | float) -> Array:
+        """For weights of at most 1 with Σw² = `coordinates` and Σ w² G_p² = `energy`."""
+        return np.sqrt(self.noise * coordinates + self.mixed + self.slope * np.maximum(energy, 0.0))
 
 
 def advise(
@@ -145,7 +148,7 @@ def advise(
     sure = NormalDist().inv_cdf((1 + level) / 2)
     surer = NormalDist().inv_cdf(1 - (1 - level) / (2 * max(1, len(SCORES) * sum(k < total for k in counts))))
     phase = _Phase.of(plan, warmup, total)
-    deviation = spread.std(total, 1.0, whole)
+    deviation = float(spread.std(total, whole))
     signal = Interval(whole, whole - sure * deviation, whole + sure * deviation)
     candidates = []
     for score, of_score in energies.items():
@@ -160,7 +163,7 @@ def advise(
             candidates.append(Candidate(score, k / total, k, energy, kept, gain))
     wrong = {}
     for score, value in weighted.items():
-        right = _ratio(value, whole, lambda a: spread.std(total * (1 / 3 - a + a * a), 1.0, whole), sure)
+        right = _ratio(value, whole, lambda a: spread.std(total * (1 / 3 - a + a**2), whole), sure)
         wrong[score] = Interval(1 - right.estimate, 1 - right.high, 1 - right.low)
     score_energy = sum(float(value.double().sum()) for value in warmup.scores().values())
     score_error = sure * warmup.noise_std**2 * math.sqrt(2 * total / warmup.steps)
@@ -245,20 +248,21 @@ def _share(energy: float, whole: float, k: int, total: int, spread: Spread, sure
     if k == total:
         return Interval(1.0, 1.0, 1.0)
 
-    def std(a: float) -> float:
-        inside, outside = (1 - a) ** 2, a * a
-        return spread.std(
-            inside * k + outside * (total - k), 1.0, inside * max(energy, 0.0) + outside * max(whole - energy, 0.0)
-        )
+    def std(a: Array) -> Array:
+        inside, outside = (1 - a) ** 2, a**2
+        lost = max(whole - energy, 0.0)
+        return spread.std(inside * k + outside * (total - k), inside * max(energy, 0.0) + outside * lost)
 
     return _ratio(energy, whole, std, sure)
 
 
-def _ratio(part: float, whole: float, std: Any, sure: float) -> Interval:
+def _ratio(part: float, whole: float, std: Callable[[Array], Array], sure: float) -> Interval:
     """All a in [0, 1] for which part − a·whole is within `sure` standard deviations of zero (Fieller's interval)."""
-    accepted = [a for a in np.linspace(0, 1, 1001) if abs(part - a * whole) <= sure * std(float(a))]
+    shares = np.linspace(0, 1, 1001)
+    errors = sure * std(shares)
+    accepted = shares[np.abs(part - shares * whole) <= errors]
     estimate = min(1.0, max(0.0, part / whole)) if whole > 0 else 0.5
-    if whole <= sure * std(1.0) or not accepted:
+    if whole <= errors[-1] or not len(accepted):
         return Interval(estimate, 0.0, 1.0)
     return Interval(estimate, min(estimate, float(accepted[0])), max(estimate, float(accepted[-1])))
 
