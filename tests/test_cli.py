@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from tests.data.made import make_image, make_medmnist
 from tptopk.cli import main
 from tptopk.training.run import load
 
@@ -213,6 +214,39 @@ def test_mistakes_get_one_clear_line(tptopk, own, words, message):
     assert not (own / "runs").exists()
 
 
+def test_benchmarks_tables_and_folders_are_named_like_files(tptopk, own, monkeypatch):
+    monkeypatch.delenv("TPTOPK_DATA", raising=False)
+    make_medmnist(own / "sets" / "pneumoniamnist.npz")
+    (own / "table.csv").write_text("age,ill\n" + "30,no\n60,yes\n" * 30)
+    (own / "table.toml").write_text('target = "ill"\nclasses = ["no", "yes"]\n[numeric]\nage = [0, 120]\n')
+    for name in ("cat", "dog"):
+        for i in range(10):
+            make_image(own / "pets" / name / f"{i}.png", (9 + i, 9))
+    (own / "nets.py").write_text(
+        "from torch import nn\ndef table():\n    return nn.Linear(2, 3)\n"
+        "def images():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 3))\n"
+    )
+    words = ["--accountant", "rdp", "--steps", "3", "--batch-size", "5", "--delta", "1e-3"]
+    table = ["--data", "table.csv", "--model", "nets:table"]
+    tptopk("train", *words, *table, "--dataset-size", "60", "--out", "table-run", cwd=own)
+    assert len(tptopk("predict", "table-run", *table, cwd=own).stdout.splitlines()) == 61
+    pets = ["--data", "pets", "--image-size", "8", "--image-mode", "L", "--model", "nets:images"]
+    tptopk("train", *words, *pets, "--dataset-size", "20", "--out", "pets-run", cwd=own)
+    assert len(tptopk("predict", "pets-run", *pets, cwd=own).stdout.splitlines()) == 21
+    for given, message in (
+        (table, "--dataset-size"),
+        ([*table, "--schema", "no.toml", "--dataset-size", "60"], "cannot read the schema no.toml"),
+        (["--data", "pets", "--dataset-size", "20"], "--image-size 9"),
+        (["--data", "mnist", "--batch-size", "500"], "tptopk data fetch mnist --data-dir data"),
+        (["--data", "mnits", "--dataset-size", "60"], "did you mean 'mnist'"),
+        (["--data", "pneumoniamnist", "--data-dir", "sets", "--batch-size", "500"], "dataset of 4708 records"),
+    ):
+        refused = tptopk("train", *words, *given, "--out", "refused", cwd=own, check=False)
+        assert refused.returncode == 2 and message in refused.stderr, given
+    plan = json.loads(tptopk("plan", *QUICK, "--data", "cifar10", "--batch-size", "500", "--json", cwd=own).stdout)
+    assert plan["dataset_size"] == 50_000, "a published size needs no declaring, and planning no data"
+
+
 def test_checking_data_is_the_operators_own_step(tptopk, own):
     assert "nothing to report" in tptopk("data", "check", cwd=own).stdout
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 7, -1])
@@ -225,6 +259,10 @@ def test_checking_data_is_the_operators_own_step(tptopk, own):
         and "smallest label is -1" in shown
     )
     assert "not covered by any guarantee" in shown
+    (own / "table.csv").write_text("age,ill\n30,no\n30,yes\n30,yes\n")
+    (own / "known.toml").write_text('target = "ill"\nclasses = ["no", "yes"]\n[numeric]\nage = [0, 120]\n')
+    shown = tptopk("data", "check", "table.csv", "--schema", "known.toml", cwd=own).stdout
+    assert "3 records, inputs (2,)" in shown and "column 'age' is the same in all records" in shown
 
 
 def test_ctrl_c_leaves_a_readable_run(tptopk, tmp_path):

@@ -17,6 +17,7 @@ from tptopk.data.digits import Pair
 from tptopk.privacy.refusal import Refusal
 
 BYTES = 0x08  # the idx code of unsigned bytes
+LARGEST = 1 << 30  # a head that promises more is damaged
 
 
 def load_idx(name: str, root: Path) -> tuple[Pair, Pair]:
@@ -34,7 +35,7 @@ def read_idx(path: Path) -> np.ndarray[Any, Any]:
             sizes = file.read(4 * head[3])
             shape = struct.unpack(f">{len(sizes) // 4}I", sizes[: len(sizes) // 4 * 4])
             count = math.prod(shape)
-            content = file.read(count + 1) if len(shape) == head[3] else b""
+            content = file.read(count + 1) if len(shape) == head[3] and count <= LARGEST else b""
     except (OSError, EOFError, zlib.error) as error:
         raise Refusal(f"{path} cannot be read, it may be truncated: {error}; fetch it again") from error
     if len(shape) != head[3] or len(content) != count:

@@ -14,6 +14,7 @@ from tptopk.privacy.refusal import Refusal
 # The only names a file may mention: how NumPy and Python 3 write arrays and bytes.
 ARRAY = {"numpy.core.multiarray _reconstruct", "numpy._core.multiarray _reconstruct"}
 NDARRAY, DTYPE, ENCODE = "numpy ndarray", "numpy dtype", "_codecs encode"
+BYTES = {"__builtin__ bytes", "builtins bytes"}
 DTYPES = {"u1", "i1", "i2", "i4", "i8", "f4", "f8"}
 MARK = object()
 
@@ -120,7 +121,7 @@ def _carry_out(content: bytes) -> Any:
 
 
 def _allowed(name: str) -> _Name:
-    if name not in ARRAY | {NDARRAY, DTYPE, ENCODE}:
+    if name not in ARRAY | BYTES | {NDARRAY, DTYPE, ENCODE}:
         raise Refusal(f"it names {name.replace(' ', '.')!r}, which is not plain data, so it was not read")
     return _Name(name)
 
@@ -133,6 +134,8 @@ def _announced(name: Any, arguments: tuple[Any, ...]) -> Any:
         if encoding != "latin1":
             raise ValueError(f"bytes encoded as {encoding!r}")
         return str.encode(text, "latin-1")
+    if name in BYTES and arguments == ():
+        return b""
     if name in ARRAY:
         return _Array()
     if name == DTYPE:
