@@ -16,6 +16,7 @@ from tests.gradients.test_rules import flat, random_support
 from tptopk.data.digits import TRAINING, digits
 from tptopk.experiments import bench
 from tptopk.gradients.clipping import clipped_sum
+from tptopk.gradients.examples import MeanOverRows
 from tptopk.gradients.graphs import FixedShapes
 from tptopk.gradients.memory import memory_bound, peak_bytes
 from tptopk.gradients.precision import slack
@@ -133,6 +134,27 @@ def test_replayed_sums_are_the_ordinary_ones_at_any_batch_size(name, density, co
         bad[-1] = float("nan")
         assert fixed.clipped_sum((bad[:100], y[:100]), support, 0.1) is not None
         assert fixed.clipped_sum((bad[-100:], y[-100:]), support, 0.1) is None, "a bad example is left out by selection"
+
+
+@pytest.mark.parametrize("density", [0.1, 1.0])
+@pytest.mark.parametrize("limit", [None, 0])
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_rows_of_an_example_are_averaged_before_they_are_clipped(density, limit, precision):
+    torch.manual_seed(0)
+    model = networks.scatter_cnn().to(CUDA)
+    support = Support.full(model) if density == 1.0 else bench.random_support(model, density)
+    rows = torch.randn(6, 2, 243, 8, 8, device=CUDA), torch.randint(0, 10, (6, 2), device=CUDA)
+    batch = rows, torch.rand(6, 2, device=CUDA)
+    loss = MeanOverRows(F.cross_entropy)
+    slow = flat(clipped_sum(model, loss, batch, support, 0.1, engine="reference"))
+    fast = flat(clipped_sum(model, loss, batch, support, 0.1, precision=precision, memory_limit=limit))
+    near = 1e-5 if precision == "fp32" else 5e-3
+    assert (fast - slow).norm() <= near * slow.norm()
+    fixed = FixedShapes(model, loss, precision=precision, memory_limit=limit)
+    assert fixed.clipped_sum(batch, support, 0.1) is None
+    for _ in range(2):
+        replayed = fixed.clipped_sum(batch, support, 0.1)
+        assert replayed is not None and (flat(replayed) - slow).norm() <= near * slow.norm()
 
 
 def test_no_two_steps_share_noise_with_graphs_on():

@@ -20,6 +20,7 @@ from tptopk.cli import advising as advising
 from tptopk.cli import measuring as measuring
 from tptopk.cli import data as data
 from tptopk.cli import checking as checking
+from tptopk.cli import reproducing as reproducing
 # isort: on
 
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from tptopk.cli.options import DataDir, ImageMode, ImageSize, TableSchema, app
+from tptopk.cli.options import DataDir, ImageMode, ImageSize, TableSchema, app, image_progress
 from tptopk.data.download import fetch as fetch_benchmark
 from tptopk.data.files import findings
 from tptopk.data.sources import read_schema_for, read_source
@@ -35,7 +35,15 @@ def check(
 ) -> None:
     """Look for records that would spoil training: labels out of range, inputs that are not finite, constant columns."""
     source = path or "digits"
-    training, test = read_source(source, data_dir=data_dir, schema=schema, image_size=image_size, image_mode=image_mode)
+    with image_progress() as on_image:
+        training, test = read_source(
+            source,
+            data_dir=data_dir,
+            schema=schema,
+            image_size=image_size,
+            image_mode=image_mode,
+            on_image=on_image,
+        )
     columns = read_schema_for(source, schema)
     for name, pair in (("training", training), ("test", test)):
         if pair is None:

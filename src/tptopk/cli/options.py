@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from tptopk.settings import Settings
 
@@ -36,6 +39,21 @@ DataDir = Annotated[str | None, _setting("data_dir")]
 TableSchema = Annotated[str | None, _setting("schema")]
 ImageSize = Annotated[int | None, _setting("image_size")]
 ImageMode = Annotated[str, _setting("image_mode")]
+
+
+@contextmanager
+def image_progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar for images that are being read, on a terminal only; nothing is drawn when none are."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        tasks: list[TaskID] = []
+
+        def show(done: int, total: int) -> None:
+            if done == 1:
+                tasks.append(progress.add_task("reading images", total=total))
+            progress.update(tasks[-1], completed=done)
+
+        yield show
 
 
 def with_settings(command: Callable[..., None]) -> Callable[..., None]:

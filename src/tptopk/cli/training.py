@@ -91,7 +91,7 @@ def compare(
     names = [method_named(name.strip()).name for name in methods.split(",")]
     check_count("seeds", seeds)
     if settings.load_data()[1] is None:
-        raise Refusal("a comparison needs a test set: x_test and y_test in the data file")
+        raise Refusal("a comparison needs a test set: x_test and y_test in an archive, test = \"FILE\" in a table's schema, or folders train and test")
     runs: dict[str, list[Run]] = {}
     for name in names:
         for seed in range(seeds):
@@ -161,9 +161,9 @@ def predict(
 ) -> None:
     """Print a line a record: its number, its most likely class, and that class's probability."""
     trained = load(run, None if model is None else build(model))
-    inputs = read_source_inputs(
-        data or "digits", data_dir=data_dir, schema=schema, image_size=image_size, image_mode=image_mode
-    )
+    with image_progress() as on_image:
+        reading = {"data_dir": data_dir, "schema": schema, "image_size": image_size, "image_mode": image_mode}
+        inputs = read_source_inputs(data or "digits", **reading, on_image=on_image)
     print("record,class,probability")
     with torch.no_grad():
         for start in range(0, len(inputs), 1000):
@@ -204,7 +204,8 @@ def _train(
     watch: Callable[[PrivateGradient], None] | None = None,
 ) -> Run:
     plan = resumed or by or settings.plan()
-    training, test = settings.load_data()
+    with image_progress() as on_image:
+        training, test = settings.load_data(on_image)
     canaries = None
     if settings.audit_canaries is not None:
         check_count("audit_canaries", settings.audit_canaries)

@@ -43,15 +43,51 @@ def scatter_cnn() -> nn.Module:
     )
 
 
+def scatter_cnn_small(classes: int = 10) -> nn.Module:
+    """The CNN on scattering features of 28 × 28 images; [B, 81, 7, 7] → classes; 33,066 parameters for ten."""
+    return nn.Sequential(
+        nn.Conv2d(81, 16, 3, stride=2, padding=1),
+        nn.Tanh(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, classes),
+    )
+
+
+def scatter_linear(features: int = 81 * 49, classes: int = 10) -> nn.Module:
+    """One linear layer on scattering features."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(features, classes))
+
+
+def table_mlp(features: int, classes: int, width: int = 64) -> nn.Module:
+    """[B, features] → classes, for tables whose columns are scaled to [−1, 1]."""
+    return nn.Sequential(
+        nn.Linear(features, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, classes)
+    )
+
+
+class StandardizedConv2d(nn.Conv2d):
+    """A convolution whose kernels are brought to mean 0 and variance 1 / fan-in before they are used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        variance, mean = torch.var_mean(self.weight, (1, 2, 3), keepdim=True, correction=0)
+        scale = (variance * self.weight[0].numel() + 1e-4).rsqrt()
+        result: Tensor = self._conv_forward(x, (self.weight - mean) * scale, self.bias)
+        return result
+
+
 class _Block(nn.Module):
     """A pre-activation residual block with GroupNorm."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, before: int, after: int, stride: int, conv: type[nn.Conv2d]) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(16, before), nn.GroupNorm(16, after)
-        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
-        self.skip = nn.Conv2d(before, after, 1, stride, bias=False) if before != after or stride > 1 else None
+        self.conv1 = conv(before, after, 3, stride, 1, bias=False)
+        self.conv2 = conv(after, after, 3, 1, 1, bias=False)
+        self.skip = conv(before, after, 1, stride, bias=False) if before != after or stride > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm1(x))
@@ -59,15 +95,19 @@ class _Block(nn.Module):
         return skip + self.conv2(F.relu(self.norm2(self.conv1(h))))  # type: ignore[no-any-return]
 
 
-def wrn_16_4() -> nn.Module:
-    """Wide ResNet of depth 16 and width 4 with GroupNorm(16); [B, 3, 32, 32] → 10; 2.7M parameters."""
+def wrn_16_4(standardized: bool = False) -> nn.Module:
+    """Wide ResNet of depth 16 and width 4 with GroupNorm(16); [B, 3, 32, 32] → 10; 2.7M parameters.
+
+    `standardized`: with weight standardisation, as its best published private results have it.
+    """
+    conv = StandardizedConv2d if standardized else nn.Conv2d
     blocks: list[nn.Module] = []
     channels = 16
     for width, stride in ((64, 1), (128, 2), (256, 2)):
-        blocks += [_Block(channels, width, stride), _Block(width, width, 1)]
+        blocks += [_Block(channels, width, stride, conv), _Block(width, width, 1, conv)]
         channels = width
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        conv(3, 16, 3, padding=1, bias=False),
         *blocks,
         nn.GroupNorm(16, 256),
         nn.ReLU(),

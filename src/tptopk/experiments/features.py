@@ -1,0 +1,66 @@
+"""Scattering features of a benchmark, made once: nothing is learnt from the data, so they cost no privacy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tptopk.data import load
+from tptopk.models.scattering import Scattering
+
+PIECE = {"cpu": 128, "cuda": 2048}  # images transformed at once
+
+
+@dataclass(frozen=True)
+class Features:
+    """[N, V, channels, h, w] features of V views of each image, class numbers [N], and public scales of the channels."""
+
+    train: Tensor
+    train_labels: Tensor
+    test: Tensor
+    test_labels: Tensor
+    scale: Tensor
+
+
+@lru_cache(maxsize=1)
+def features(dataset: str, data_dir: str | None, views: int, records: int | None, device: str) -> Features:
+    """`views` is 1, or 2 for the image and its mirror; of the training set the first `records`, and of the test set as many."""
+    (x, y), (x_test, y_test) = load(dataset, data_dir)
+    place = torch.device(device)
+    transform = Scattering(*x.shape[2:]).to(place)
+
+    def transformed(images: Tensor) -> Tensor:
+        pieces = []
+        for piece in torch.split(images, PIECE[place.type]):
+            seen = [piece, piece.flip(-1)][:views]
+            pieces.append(torch.stack([transform(view.to(place)) for view in seen], 1))
+        return torch.cat(pieces)
+
+    with torch.no_grad():
+        return Features(
+            transformed(x[:records]),
+            y[:records].to(place),
+            transformed(x_test[:records]),
+            y_test[:records].to(place),
+            public_scale(x.shape[1], tuple(x.shape[2:]), device),
+        )
+
+
+def public_scale(channels: int, size: tuple[int, ...], device: str) -> Tensor:
+    """How large each feature usually is, from made-up images with the 1/f spectrum of natural ones: no data is read."""
+    transform = Scattering(*size).to(device)
+    typical: Tensor = transform(pink_images(256, size).to(device)).mean((0, 2, 3))
+    return typical.repeat(channels)
+
+
+def pink_images(count: int, size: tuple[int, ...]) -> Tensor:
+    """[count, 1, *size] of mean .5 and deviation .25, amplitudes falling with frequency."""
+    noise = torch.rand(count, 1, *size, generator=torch.Generator().manual_seed(0)) - 0.5
+    frequency = (torch.fft.fftfreq(size[0])[:, None] ** 2 + torch.fft.fftfreq(size[1])[None] ** 2).sqrt()
+    frequency[0, 0] = 1 / min(size)
+    image: Tensor = torch.fft.ifft2(torch.fft.fft2(noise) / frequency).real
+    image = image - image.mean((2, 3), keepdim=True)
+    return (0.5 + 0.25 * image / image.std((2, 3), keepdim=True)).clamp(0, 1)

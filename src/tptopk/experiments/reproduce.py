@@ -1,0 +1,241 @@
+"""Runs the recipes of a table and keeps their outcomes, one JSON object a line; what is there already is not run again."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.metrics import roc_auc_score
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tptopk.experiments.features import Features, features
+from tptopk.experiments.recipes import Recipe
+from tptopk.models import networks
+from tptopk.privacy import second_opinion
+from tptopk.privacy.ledger import versions
+from tptopk.privacy.methods import method_named
+from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
+from tptopk.privacy.refusal import Refusal, nearest
+from tptopk.privacy.statement import charged_segments
+from tptopk.training.run import Run
+from tptopk.training.standardize import Standardize
+from tptopk.training.trainer import fit
+
+Network = Callable[[int, tuple[int, ...]], nn.Module]  # (classes, shape of the features) → network
+NETWORKS: dict[str, Network] = {
+    "scatter-cnn": lambda classes, shape: networks.scatter_cnn(),
+    "scatter-cnn-small": lambda classes, shape: networks.scatter_cnn_small(classes),
+    "scatter-linear": lambda classes, shape: networks.scatter_linear(math.prod(shape), classes),
+}
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The finished runs of a file; a last line that was cut short is not one of them."""
+    if not path.exists():
+        return []
+    found = []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines) - 1:
+                raise Refusal(f"line {number + 1} of {path} is not JSON: {error}") from error
+    return found
+
+
+def pending(recipes: Iterable[Recipe], path: Path) -> list[Recipe]:
+    done = [result["recipe"] for result in read_results(path)]
+    return [r for r in recipes if r.identity() not in done]
+
+
+def run_all(
+    recipes: list[Recipe], path: Path, data_dir: str | None, device: str, on_result: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run what is not in the file yet, dataset by dataset, appending each run as it ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _mend_tail(path)
+    for r in sorted(pending(recipes, path), key=_kinship):
+        result = run_one(r, data_dir, device)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        on_result(result)
+
+
+def share_of(recipes: list[Recipe], share: int, shares: int) -> list[Recipe]:
+    """The part of one of several processes: neighbours stay together, since they share data and plans."""
+    ordered = sorted(recipes, key=_kinship)
+    return ordered[len(ordered) * (share - 1) // shares : len(ordered) * share // shares]
+
+
+def _kinship(r: Recipe) -> tuple[Any, ...]:
+    return r.dataset, r.views, r.records or 0, r.held_out, r.target_epsilon, method_named(r.method).warmup, r.epochs
+
+
+def _mend_tail(path: Path) -> None:
+    """Cut off a last line that was never finished."""
+    if path.exists():
+        whole, newline, _ = path.read_bytes().rpartition(b"\n")
+        path.write_bytes(whole + newline)
+
+
+def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:
+    """Train by one recipe and measure the last model."""
+    made = features(r.dataset, data_dir, r.views, r.records, device)
+    train, measured = held_out(made, r.held_out)
+    started = time.monotonic()
+    run = train_one(r, train, network_for(r, train[0], made.scale))
+    seconds = time.monotonic() - started
+    plan = run.plan
+    result: dict[str, Any] = {
+        "dataset": r.dataset,
+        "method": r.method,
+        "target_epsilon": r.target_epsilon if plan.spec.private else None,
+        "seed": r.seed,
+        "variant": r.variant,
+        **measures(run.model, *measured),
+        "epsilon": run.epsilon if plan.spec.private else None,
+        "epsilon_rdp": plan.epsilon(accountant="rdp") if plan.spec.private else None,
+        "epsilon_second_opinion": _second(run) if plan.spec.private else None,
+        "active": run.support.size,
+        "coordinates": run.support.total,
+        "seconds": round(seconds, 2),
+        "plan": plan.to_dict(),
+        "recipe": r.identity(),
+        "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else "cpu",
+        "versions": versions(),
+        "commit": commit(),
+    }
+    return result
+
+
+def network_for(r: Recipe, x: Tensor, scale: Tensor) -> nn.Sequential:
+    """Private channel statistics, then the recipe's network, as its seed makes it."""
+    if r.network not in NETWORKS:
+        raise Refusal(f"unknown network {r.network!r}{nearest(r.network, NETWORKS)}")
+    torch.manual_seed(r.seed)
+    classes = 2 if r.dataset == "pneumoniamnist" else 10
+    return nn.Sequential(Standardize(scale), NETWORKS[r.network](classes, x.shape[2:])).to(x.device)
+
+
+def train_one(r: Recipe, train: tuple[Tensor, Tensor], model: nn.Sequential, **options: Any) -> Run:
+    x, y = train
+    layer = model[0]
+    assert isinstance(layer, Standardize)
+    plan = planned(r, len(x), layer.queries(r.query_noise))
+    rates = [r.learning_rate, r.second_learning_rate or r.learning_rate][: len(plan.phases)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=r.learning_rate, momentum=r.momentum)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)  # seeded runs, and the non-private one, are meant here
+        return fit(
+            model, (x, y), plan, optimizer, loss=F.cross_entropy, learning_rates=rates, views=_stored,
+            standardize=layer, clipping=r.clipping, score=r.score, ratio_schedule=r.ratio_schedule, ema=r.ema,
+            seed=r.seed, **options,
+        )  # fmt: skip
+
+
+def _stored(inputs: Tensor) -> Tensor:
+    """The views of a record are stored with it."""
+    return inputs
+
+
+def planned(r: Recipe, size: int, queries: tuple[Phase, ...]) -> Plan:
+    """The recipe's plan. Methods with equal phases cost the same: their noise is worked out once."""
+    spec = method_named(r.method)
+    like = "non-private" if not spec.private else "tp-topk" if spec.warmup else "dp-sgd"
+    plan = _calibrated(
+        like, r.target_epsilon, r.delta, min(r.batch_size, size), size, r.epochs, r.warmup, r.warmup_budget, r.clip_norm,
+        queries if spec.private else (),
+    )  # fmt: skip
+    return replace(plan, method=r.method, active_ratio=r.active_ratio if spec.sparse else 1.0)
+
+
+@lru_cache(maxsize=256)
+def _calibrated(
+    method: str, epsilon: float, delta: float, batch_size: int, size: int, epochs: float, warmup: float, budget: float | None,
+    clip_norm: float, queries: tuple[Phase, ...],
+) -> Plan:  # fmt: skip
+    return Plan.calibrate(
+        method, epsilon=epsilon, delta=delta, batch_size=batch_size, dataset_size=size, epochs=epochs, warmup=warmup,
+        warmup_budget=budget, clip_norm=clip_norm, queries=queries,
+    )  # fmt: skip
+
+
+def held_out(made: Features, count: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(what is trained on), (what is measured): the test set, or the last `count` training records."""
+    if not count:
+        return (made.train, made.train_labels), (made.test, made.test_labels)
+    x, y = made.train, made.train_labels
+    return (x[:-count], y[:-count]), (x[-count:], y[-count:])
+
+
+def measures(model: nn.Module, x: Tensor, labels: Tensor) -> dict[str, float]:
+    """Accuracy in percent; and for two classes what a clinician asks for."""
+    chances = _chances(model, x)
+    return {
+        "accuracy": round(100 * float((chances.argmax(1) == labels).float().mean()), 3),
+        **_binary(chances, labels),
+    }
+
+
+@torch.no_grad()
+def _chances(model: nn.Module, x: Tensor) -> Tensor:
+    """[N, classes] averaged over the views of an image, as training averages them."""
+    model.eval()
+    found = []
+    for piece in torch.split(x, 2000):
+        logits = model(piece.flatten(0, 1))
+        found.append(logits.softmax(1).view(*piece.shape[:2], -1).mean(1))
+    return torch.cat(found)
+
+
+def _binary(chances: Tensor, labels: Tensor) -> dict[str, float]:
+    """AUC, and at the fixed threshold of one half balanced accuracy, sensitivity and specificity, for two classes."""
+    if chances.shape[1] != 2:
+        return {}
+    said, positive = chances[:, 1] > 0.5, labels == 1
+    sensitivity = float(said[positive].float().mean())
+    specificity = float((~said[~positive]).float().mean())
+    rare_is_positive = int(positive.sum()) * 2 < len(labels)
+    return {
+        "auc": round(float(roc_auc_score(labels.cpu(), chances[:, 1].cpu())), 5),
+        "balanced_accuracy": round((sensitivity + specificity) / 2, 5),
+        "sensitivity": round(sensitivity, 5),
+        "specificity": round(specificity, 5),
+        "minority_recall": round(sensitivity if rare_is_positive else specificity, 5),
+    }
+
+
+@lru_cache(maxsize=256)
+def _second_opinion(segments: tuple[Any, ...], delta: float) -> float:
+    return second_opinion.epsilon(list(segments), delta)
+
+
+def _second(run: Run) -> float:
+    return _second_opinion(tuple(charged_segments(run.plan, run.facts)), run.plan.delta)
+
+
+@lru_cache(maxsize=1)
+def commit() -> str | None:
+    """Of the source that is run, where it is a checkout; None where it is not."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
+        )
+        return done.stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
