@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -118,12 +118,9 @@ class Settings:
         """The number of training records where everybody knows it; None for data whose size a user must declare public."""
         return TRAINING if self.data in (None, "digits") else published_size(str(self.data))
 
-    def load_data(self) -> tuple[Pair, Pair | None]:
-        return read_source("digits" if self.data is None else self.data, **self.reading())
-
-    def reading(self) -> dict[str, Any]:
-        """How data is read, beside where it is."""
-        return {name: getattr(self, name) for name in ("data_dir", "schema", "image_size", "image_mode")}
+    def load_data(self, on_image: Callable[[int, int], None] | None = None) -> tuple[Pair, Pair | None]:
+        reading = {name: getattr(self, name) for name in ("data_dir", "schema", "image_size", "image_mode")}
+        return read_source("digits" if self.data is None else self.data, **reading, on_image=on_image)
 
     def build_model(self) -> nn.Module:
         return build(self.model)

@@ -54,7 +54,7 @@ def test_resized_photographs_are_cached_under_a_name_that_says_how(root, monkeyp
     kept = sorted(path.name for path in (root / "eyepacs" / ".cache").iterdir())
     assert len(kept) == 2 and all("any-dr-8px-rgb" in name for name in kept)
     with monkeypatch.context() as without:
-        without.setattr("tptopk.data.eyepacs.read_images", lambda *_: pytest.fail("decoded again"))
+        without.setattr("tptopk.data.eyepacs.read_images", lambda *_, **__: pytest.fail("decoded again"))
         again = load_eyepacs(root, 8)
     assert torch.equal(first[0][0], again[0][0]) and torch.equal(first[1][1], again[1][1])
     load_eyepacs(root, 10, cache_dir=root / "elsewhere")

@@ -20,7 +20,9 @@ def test_classes_are_the_sorted_folder_names(tmp_path):
             for i in range(count):
                 make_image(tmp_path / part / name / f"{i}.png", colour=(100 * number, 0, 255))
     (tmp_path / "train" / "ant" / ".DS_Store").write_bytes(b"")
-    (inputs, targets), test = read_folder(tmp_path)
+    seen = []
+    (inputs, targets), test = read_folder(tmp_path, on_image=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 6), (2, 6), (3, 6), (4, 6), (5, 6), (6, 6), (1, 2), (2, 2)]
     assert inputs.shape == (6, 3, 8, 8) and targets.tolist() == [0, 0, 0, 1, 1, 1] and test[1].tolist() == [0, 1]
     assert inputs[0, :, 0, 0].tolist() == pytest.approx([100 / 255, 0, 1]) and inputs[3, 0, 0, 0] == 0
 

@@ -126,10 +126,19 @@ def test_a_source_is_a_benchmark_a_file_or_a_folder(root, monkeypatch):
         "mine.npz": [3, None],
     }
     inputs = {
-        source: len(read_source_inputs(source, data_dir=str(root), schema="table.toml"))
+        source: len(
+            read_source_inputs(source, data_dir=str(root), schema="table.toml" if source == "unlabelled.csv" else None)
+        )
         for source in ("digits", "mnist", "pneumoniamnist.npz", "unlabelled.csv", "pets", "mine.npz")
     }
     assert list(inputs.values()) == [360, 8, 5, 1, 2, 7]
+    for ask in (read_source, read_source_inputs):
+        with pytest.raises(Refusal, match="mine.npz is an archive that has no use for --schema"):
+            ask("mine.npz", schema="table.toml")
+        with pytest.raises(Refusal, match="table.csv is a table that has no use for --image-size"):
+            ask("table.csv", image_size=8)
+        with pytest.raises(Refusal, match="mnist is a benchmark that has no use for --image-mode"):
+            ask("mnist", image_mode="L")
     with pytest.raises(Refusal, match="needs a schema.*--schema"):
         read_source("later.csv")
 

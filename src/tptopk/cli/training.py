@@ -14,7 +14,17 @@ import typer
 from rich.console import Console
 from torch.nn import functional as F
 
-from tptopk.cli.options import AsJson, DataDir, ImageMode, ImageSize, Seed, TableSchema, app, with_settings
+from tptopk.cli.options import (
+    AsJson,
+    DataDir,
+    ImageMode,
+    ImageSize,
+    Seed,
+    TableSchema,
+    app,
+    image_progress,
+    with_settings,
+)
 from tptopk.data.sources import read_source_inputs
 from tptopk.experiments.planted import audit_planted, audit_values, plant
 from tptopk.privacy.gradient import PrivateGradient
@@ -91,7 +101,9 @@ def compare(
     names = [method_named(name.strip()).name for name in methods.split(",")]
     check_count("seeds", seeds)
     if settings.load_data()[1] is None:
-        raise Refusal("a comparison needs a test set: x_test and y_test in an archive, test = \"FILE\" in a table's schema, or folders train and test")
+        raise Refusal(
+            'a comparison needs a test set: x_test and y_test in an archive, test = "FILE" in a table\'s schema, or folders train and test'
+        )
     runs: dict[str, list[Run]] = {}
     for name in names:
         for seed in range(seeds):
@@ -162,8 +174,14 @@ def predict(
     """Print a line a record: its number, its most likely class, and that class's probability."""
     trained = load(run, None if model is None else build(model))
     with image_progress() as on_image:
-        reading = {"data_dir": data_dir, "schema": schema, "image_size": image_size, "image_mode": image_mode}
-        inputs = read_source_inputs(data or "digits", **reading, on_image=on_image)
+        inputs = read_source_inputs(
+            data or "digits",
+            data_dir=data_dir,
+            schema=schema,
+            image_size=image_size,
+            image_mode=image_mode,
+            on_image=on_image,
+        )
     print("record,class,probability")
     with torch.no_grad():
         for start in range(0, len(inputs), 1000):

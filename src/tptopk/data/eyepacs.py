@@ -14,7 +14,7 @@ import torch
 
 from tptopk.data.constants import missing
 from tptopk.data.digits import Pair
-from tptopk.data.images import read_images
+from tptopk.data.images import OnImage, read_images
 from tptopk.data.tables import text_columns
 from tptopk.privacy.refusal import Refusal, check_count
 
@@ -26,7 +26,9 @@ HELD_OUT = 5  # without the competition's test labels, one patient in five is he
 Labelled = list[tuple[Path, int]]
 
 
-def load_eyepacs(root: Path, size: int = 64, cache_dir: Path | None = None) -> tuple[Pair, Pair]:
+def load_eyepacs(
+    root: Path, size: int = 64, cache_dir: Path | None = None, on_image: OnImage | None = None
+) -> tuple[Pair, Pair]:
     """(training, test): photographs [N, 3, size, size] in [0, 1]; label 1 for any retinopathy (level above 0), else 0.
 
     The test set is the competition's own where its labels (retinopathy_solution.csv) and its folder `test` are there;
@@ -51,7 +53,7 @@ def load_eyepacs(root: Path, size: int = 64, cache_dir: Path | None = None) -> t
             f"{folder / LABELS} has too few patients for a training and a test set: {len(training) + len(test)} records"
         )
     cache = folder / ".cache" if cache_dir is None else Path(cache_dir)
-    return _pair(training, size, cache, "train"), _pair(test, size, cache, "test")
+    return _pair(training, size, cache, "train", on_image), _pair(test, size, cache, "test", on_image)
 
 
 def _held_out(image: str) -> bool:
@@ -90,13 +92,13 @@ def _photographs(folder: Path, images: str, first: str) -> dict[str, Path]:
     return {}
 
 
-def _pair(entries: Labelled, size: int, cache: Path, part: str) -> Pair:
+def _pair(entries: Labelled, size: int, cache: Path, part: str, on_image: OnImage | None) -> Pair:
     labels = np.array([label for _, label in entries], dtype=np.int64)
     content = hashlib.sha256(repr([(path.name, path.stat().st_size, label) for path, label in entries]).encode())
     kept = cache / f"eyepacs-{part}-any-dr-{size}px-rgb-{content.hexdigest()[:16]}.npz"
     images = _cached(kept, (len(entries), 3, size, size))
     if images is None:
-        images = read_images([path for path, _ in entries], size, "RGB")
+        images = read_images([path for path, _ in entries], size, "RGB", on_image=on_image)
         _keep(kept, images)
     return torch.from_numpy(images.astype(np.float32)).div_(255), torch.from_numpy(labels)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,13 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 IGNORED = ("thumbs.db", "desktop.ini")
 MODES = {"RGB": 3, "L": 1}
 
+OnImage = Callable[[int, int], None]
+"""Called with how many images are read, and how many there are."""
 
-def read_folder(root: str | Path, *, size: int | None = None, mode: str = "RGB") -> tuple[Pair, Pair | None]:
+
+def read_folder(
+    root: str | Path, *, size: int | None = None, mode: str = "RGB", on_image: OnImage | None = None
+) -> tuple[Pair, Pair | None]:
     """(training, test or None): images [N, C, H, W] in [0, 1], and class numbers [N] in the order of the sorted folder names.
 
     `root` holds one folder a class, or `train` and, if there is one, `test` that do. With `size`, the short side becomes that
@@ -34,7 +39,7 @@ def read_folder(root: str | Path, *, size: int | None = None, mode: str = "RGB")
     training_root = root / "train" if split else root
     classes = class_names(training_root)
     shape: list[tuple[str, tuple[int, int]]] = []  # the first image and its size, which all others must have
-    training = _read_part(training_root, classes, size, mode, shape)
+    training = _read_part(training_root, classes, size, mode, shape, on_image)
     if not split or not (root / "test").is_dir():
         return training, None
     for name in class_names(root / "test"):
@@ -42,7 +47,7 @@ def read_folder(root: str | Path, *, size: int | None = None, mode: str = "RGB")
             raise Refusal(
                 f"{root / 'test' / name} is a class that {training_root} has not; it has {', '.join(classes)}"
             )
-    return training, _read_part(root / "test", classes, size, mode, shape)
+    return training, _read_part(root / "test", classes, size, mode, shape, on_image)
 
 
 def class_names(folder: Path) -> list[str]:
@@ -54,7 +59,11 @@ def class_names(folder: Path) -> list[str]:
 
 
 def read_images(
-    paths: Sequence[Path], size: int | None, mode: str, shape: list[Any] | None = None
+    paths: Sequence[Path],
+    size: int | None,
+    mode: str,
+    shape: list[Any] | None = None,
+    on_image: OnImage | None = None,
 ) -> np.ndarray[Any, Any]:
     """Images as bytes [N, C, H, W], all of one size."""
     shape = [] if shape is None else shape
@@ -71,6 +80,8 @@ def read_images(
         if stacked is None:
             stacked = np.empty((len(paths), *pixels.shape), np.uint8)
         stacked[i] = pixels
+        if on_image is not None:
+            on_image(i + 1, len(paths))
     return np.empty((0, MODES[mode], 0, 0), np.uint8) if stacked is None else stacked
 
 
@@ -102,7 +113,9 @@ def read_image(path: Path, size: int | None, mode: str) -> np.ndarray[Any, Any]:
     return pixels[None] if mode == "L" else pixels.transpose(2, 0, 1)
 
 
-def _read_part(folder: Path, classes: list[str], size: int | None, mode: str, shape: list[Any]) -> Pair:
+def _read_part(
+    folder: Path, classes: list[str], size: int | None, mode: str, shape: list[Any], on_image: OnImage | None
+) -> Pair:
     paths: list[Path] = []
     labels: list[int] = []
     for number, name in enumerate(classes):
@@ -111,7 +124,7 @@ def _read_part(folder: Path, classes: list[str], size: int | None, mode: str, sh
         labels += [number] * len(files)
     if not paths:
         raise Refusal(f"the class folders of {folder} hold no images; expected {', '.join(SUFFIXES)}")
-    images = read_images(paths, size, mode, shape)
+    images = read_images(paths, size, mode, shape, on_image)
     return torch.from_numpy(images.astype(np.float32)).div_(255), torch.tensor(labels, dtype=torch.long)
 
 

@@ -19,7 +19,13 @@ from tptopk.privacy.refusal import Refusal, nearest
 FILES = (".npz", *tables.SUFFIXES)
 
 
-def load(name: str, data_dir: str | Path | None = None, *, image_size: int | None = None) -> tuple[Pair, Pair]:
+def load(
+    name: str,
+    data_dir: str | Path | None = None,
+    *,
+    image_size: int | None = None,
+    on_image: images.OnImage | None = None,
+) -> tuple[Pair, Pair]:
     """(training, test) of a benchmark: images [N, C, H, W] in [0, 1], and class numbers [N].
 
     Bytes are divided by 255, a public constant; `normalised` shifts and scales by published channel statistics. It is read from
@@ -35,7 +41,7 @@ def load(name: str, data_dir: str | Path | None = None, *, image_size: int | Non
     if name == "cifar10":
         return load_cifar10(root)
     if name == "eyepacs":
-        return load_eyepacs(root) if image_size is None else load_eyepacs(root, image_size)
+        return load_eyepacs(root, 64 if image_size is None else image_size, on_image=on_image)
     if is_benchmark(name) or (re.fullmatch(r"\w+", name) and (root / f"{name}.npz").is_file()):
         if not (root / f"{name}.npz").is_file():
             raise missing(name, f"{name}.npz", root)
@@ -50,17 +56,19 @@ def read_source(
     schema: str | None = None,
     image_size: int | None = None,
     image_mode: str = "RGB",
+    on_image: images.OnImage | None = None,
 ) -> tuple[Pair, Pair | None]:
     """(training, test or None) of whatever `source` names; a benchmark's name goes before a file or folder of that name."""
     path = Path(source)
-    if source == "digits" or is_benchmark(source):
-        return load(source, data_dir, image_size=image_size)
-    if path.suffix in tables.SUFFIXES:
+    kind = _kind(source, schema, image_size, image_mode)
+    if kind == "benchmark":
+        return load(source, data_dir, image_size=image_size, on_image=on_image)
+    if kind == "table":
         known = _schema(path, schema)
         test = None if known.test is None else tables.read_with(path.parent / known.test, known)
         return tables.read_with(path, known), test
-    if path.is_dir():
-        return images.read_folder(path, size=image_size, mode=image_mode)
+    if kind == "folder":
+        return images.read_folder(path, size=image_size, mode=image_mode, on_image=on_image)
     _refuse_unknown(source)
     return read_archive(path)
 
@@ -72,20 +80,46 @@ def read_source_inputs(
     schema: str | None = None,
     image_size: int | None = None,
     image_mode: str = "RGB",
+    on_image: images.OnImage | None = None,
 ) -> Tensor:
     """Inputs to predict for: a benchmark's or folder's test images, x or x_test of an archive, all records of a table."""
     path = Path(source)
-    if path.suffix in tables.SUFFIXES:
+    kind = _kind(source, schema, image_size, image_mode)
+    if kind == "table":
         return tables.read_table_inputs(path, _schema(path, schema))
-    if path.suffix == ".npz":
+    if kind == "archive":
+        _refuse_unknown(source)
         return read_inputs(path)
-    training, test = read_source(source, data_dir=data_dir, image_size=image_size, image_mode=image_mode)
+    training, test = read_source(
+        source, data_dir=data_dir, image_size=image_size, image_mode=image_mode, on_image=on_image
+    )
     return (training if test is None else test)[0]
 
 
 def read_schema_for(source: str, schema: str | None) -> tables.Schema | None:
     """The schema of a table; None for anything else."""
     return _schema(Path(source), schema) if Path(source).suffix in tables.SUFFIXES else None
+
+
+def _kind(source: str, schema: str | None, image_size: int | None, image_mode: str) -> str:
+    """benchmark, table, folder or archive; options that its kind has no use for are refused."""
+    path = Path(source)
+    if source == "digits" or is_benchmark(source):
+        kind = "benchmark"
+    elif path.suffix in tables.SUFFIXES:
+        kind = "table"
+    else:
+        kind = "folder" if path.is_dir() else "archive"
+    for option, given, fits in (
+        ("--schema", schema is not None, kind == "table"),
+        ("--image-size", image_size is not None, kind == "folder" or source == "eyepacs"),
+        ("--image-mode", image_mode != "RGB", kind == "folder"),
+    ):
+        if given and not fits:
+            raise Refusal(
+                f"{source} is {'an' if kind == 'archive' else 'a'} {kind} that has no use for {option}: leave it out"
+            )
+    return kind
 
 
 def _schema(path: Path, schema: str | None) -> tables.Schema:
