@@ -42,6 +42,19 @@ def test_arrays_are_read_as_numpy_reads_them(tmp_path, protocol, kind):
         assert np.array_equal(read, given_array) and read.dtype == given_array.dtype
 
 
+CPICKLE = (  # as Python 2's cPickle wrote the official batches
+    b"\x80\x02}q\x01(U\x06labelsq\x02]q\x03(K\x06K\x09eU\x04dataq\x04cnumpy.core.multiarray\n_reconstruct\nq\x05cnumpy\nndarray\nq\x06"
+    b"K\x00\x85U\x01b\x87Rq\x07(K\x01K\x02K\x03\x86cnumpy\ndtype\nq\x08U\x02u1K\x00K\x01\x87Rq\x09(K\x03U\x01|NNNJ\xff\xff\xff\xff"
+    b"J\xff\xff\xff\xffK\x00tbI00\nU\x06abcdeftbu."
+)
+
+
+def test_what_python_2_wrote_is_read(tmp_path):
+    (tmp_path / "data").write_bytes(CPICKLE)
+    read = read_pickled(tmp_path / "data")
+    assert read[b"labels"] == [6, 9] and read[b"data"].tolist() == [[97, 98, 99], [100, 101, 102]]
+
+
 class Harmful:
     def __init__(self, call, *arguments):
         self.call, self.arguments = call, arguments

@@ -78,7 +78,7 @@ def download(file: RemoteFile, folder: Path, *, mirror: str | None = None, on_pr
 
 
 def checksum(path: Path) -> str:
-    """The MD5 of a file: what the publishers give. It tells damage, and anyone who would forge a file for a given one."""
+    """The MD5 of a file: what the publishers give. Two files can be made with one MD5, but nobody can make one for a given MD5."""
     digest = hashlib.md5(usedforsecurity=False)
     with open(path, "rb") as file:
         while piece := file.read(PIECE):

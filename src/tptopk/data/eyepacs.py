@@ -36,7 +36,7 @@ def load_eyepacs(
     person are never on both sides. Resized photographs are kept in `cache_dir` (beside the labels if not given), under a
     name that says how they were made and from what.
 
-    Formal guarantees: a record is a photograph. A person has two, so what holds for a record at ε holds for a person at 2ε.
+    Formal guarantees: a record is a photograph. A person has two, so (ε, δ) for a record is (2ε, (1 + e^ε) δ) for a person.
     """
     check_count("image_size", size)
     folder = next((root / name for name in FOLDERS if (root / name / LABELS).is_file()), None)
