@@ -47,10 +47,10 @@ def proxy_signal(warmup: WarmUp, active: int, *, score: str = "paper", simulatio
     """
     check_count("active", active)
     check_count("simulations", simulations)
-    if active > warmup.total:
-        raise Refusal(f"active is {active} of d = {warmup.total} coordinates")
     if warmup.steps == 0:
         raise Refusal("the warm-up has no steps yet")
+    if active > warmup.total:
+        raise Refusal(f"active is {active} of d = {warmup.total} coordinates")
     rank = score_named(score)
 
     def share(scores: Mapping[str, Tensor]) -> float:

@@ -11,15 +11,19 @@ variance of a step's sample along the gradient, Var E(S) = (1/36) Σ_{C<D} k v_C
 mixed terms. Intervals invert the normal test of E(S) − α E = 0. A support ranked by the whole warm-up keeps no less.
 
 The verdict. Over a phase of T₂ steps at its best learning rate, both the paper's stationarity bound and the quadratic
-model of the loss make progress in proportion to E²/(E + noise/n). In the bound every step's noise counts in full
-(n = 1); where the loss bends so little that only the sum of all updates matters, noise averages out over all steps
-(n = T₂). Restriction multiplies progress by
+model of the loss make progress in proportion to E²/(E + noise/n), where n counts the steps over which noise averages out.
+On a loss of curvature β that is 1/(ηβ): the paper's schedule η = 1/(β√T₂) makes it √T₂, and in the bound itself, which
+counts every step's noise in full, it is 1. Restriction multiplies progress by
 
     gain_n(ρ) = α² (E + (dν₂² + τ²)/n) / (αE + (kν₂² + τ²)/n),        τ² ≤ (1 − q₂) C₂²/B,
 
-so a random support (α = ρ) never gains, and none does where noise is small. "Restrict" needs a gain of 5% at n = T₂
-and the unfavourable ends of intervals wide enough to hold for all supports together. "Stay dense" needs less than that
-for every support at n = 1 and the favourable ends; as it must hold for each of them, it needs no wider intervals.
+so a random support (α = ρ) never gains, and none does where noise is small. That takes the loss to bend equally in all
+coordinates. Where it is flat noise costs nothing, and leaving it out gains nothing; and it tends to be flat where records
+have small gradients. How much of the records' gradients lies outside a support can be seen: their Poisson samples add
+that share of (1 − q)C²/B to the scores there. "Restrict" counts only that share b of the noise as saved, dν₂²(1 − b) in
+place of kν₂², and needs a gain of 5% at n = √T₂ and the unfavourable ends of intervals wide enough to hold for all supports
+together. "Stay dense" needs less than 5% for every support at n = 1, kν₂² and the favourable ends; as it must hold for each
+of them, it needs no wider intervals. E is of the gradient as it moved under the warm-up's own learning rate.
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ class Candidate:
     active: int  # k
     energy: float  # E(S), without bias; may be negative
     kept: Interval  # α, at the stated level
+    outside: float  # share of the records' own gradients that lies outside, at least
     gain: Interval  # progress over that of dense training: at n = √T₂, at worst and at best
 
 
@@ -74,7 +79,7 @@ class Advice:
     reasons: tuple[str, ...]
     active_ratio: float | None  # where the verdict is to restrict
     score: str | None
-    learning_rate: tuple[float, float] | None  # factor on phase 2's rate, between n = T₂ and n = 1
+    learning_rate: tuple[float, float] | None  # factor on phase 2's rate, at n = √T₂ and n = 1
     candidates: tuple[Candidate, ...]
     misranking: dict[str, Interval]  # by score; 0.5 is a coin
     signal: Interval  # E(everything): the energy of the mean gradient
@@ -143,7 +148,7 @@ def advise(
             raise Refusal(
                 f"a ratio of {ratio:g} leaves k = 0 of d = {total} coordinates; give at least {1 / total:.3g}"
             )
-    energies, weighted, whole = _energies(warmup, counts)
+    energies, scored, weighted, whole = _energies(warmup, counts)
     spread = _spread(warmup, whole)
     sure = NormalDist().inv_cdf((1 + level) / 2)
     surer = NormalDist().inv_cdf(1 - (1 - level) / (2 * max(1, len(SCORES) * sum(k < total for k in counts))))
@@ -151,23 +156,27 @@ def advise(
     deviation = float(spread.std(total, whole))
     signal = Interval(whole, whole - sure * deviation, whole + sure * deviation)
     candidates = []
+    added = _sampling_energy(warmup.plan)
+    score_energy = sum(float(value.double().sum()) for value in warmup.scores().values())
+    score_error = warmup.noise_std**2 * math.sqrt(2 / warmup.steps)  # times √coordinates
+    transient = max(0.0, score_energy - whole - added)  # more than sampling can add: signal that did not last
     for score, of_score in energies.items():
-        for k, energy in zip(counts, of_score, strict=True):
+        for k, energy, inside in zip(counts, of_score, scored[score], strict=True):
+            spared = (score_energy - inside) - (whole - energy) - transient - surer * score_error * math.sqrt(total - k)
+            outside = min(1 - k / total, max(0.0, spared / added)) if added > 0 else 0.0
             kept = _share(energy, whole, k, total, spread, sure)
             least = _share(energy, whole, k, total, spread, surer).low
             gain = Interval(
                 phase.gain(kept.estimate, whole, k, math.sqrt(phase.steps)),
-                phase.gain(least, whole + surer * deviation, k, phase.steps),
+                phase.gain(least, whole + surer * deviation, (1 - outside) * total, math.sqrt(phase.steps)),
                 phase.gain(kept.high, signal.low, k, 1, sampled=False),
             )
-            candidates.append(Candidate(score, k / total, k, energy, kept, gain))
+            candidates.append(Candidate(score, k / total, k, energy, kept, outside, gain))
     wrong = {}
     for score, value in weighted.items():
         right = _ratio(value, whole, lambda a: spread.std(total * (1 / 3 - a + a**2), whole), sure)
         wrong[score] = Interval(1 - right.estimate, 1 - right.high, 1 - right.low)
-    score_energy = sum(float(value.double().sum()) for value in warmup.scores().values())
-    score_error = sure * warmup.noise_std**2 * math.sqrt(2 * total / warmup.steps)
-    added = _sampling_energy(warmup.plan)
+    doubt = sure * score_error * math.sqrt(total)
     verdict, chosen, reasons = _verdict(candidates, signal, phase, total)
     return Advice(
         verdict=verdict,
@@ -178,7 +187,7 @@ def advise(
         candidates=tuple(candidates),
         misranking=wrong,
         signal=signal,
-        step_energy=(max(0.0, whole, score_energy - added - score_error), max(0.0, whole, score_energy + score_error)),
+        step_energy=(max(0.0, whole, score_energy - added - doubt), max(0.0, whole, score_energy + doubt)),
         sampling_energy=added,
         noise_energy=total * phase.variance,
         coordinates=total,
@@ -189,24 +198,29 @@ def advise(
 
 
 @torch.no_grad()
-def _energies(warmup: WarmUp, counts: Sequence[int]) -> tuple[dict[str, list[float]], dict[str, float], float]:
-    """By score, E(S) for every k and Σ_p ĝ_p·(share of coordinates ranked below p); and E(everything)."""
+def _energies(
+    warmup: WarmUp, counts: Sequence[int]
+) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, float], float]:
+    """By score: E(S) and Σ_S a_p for every k, and Σ_p ĝ_p·(share of coordinates ranked below p); and E(everything)."""
     folds = list(combinations(range(PARTS), 2))
     means = [_flat(warmup.mean(part)) for part in range(PARTS)]
     energies = {score: [0.0] * len(counts) for score in SCORES}
+    scored = {score: [0.0] * len(counts) for score in SCORES}
     weighted = dict.fromkeys(SCORES, 0.0)
     whole = 0.0
     for pair in folds:
         product = (means[pair[0]] * means[pair[1]]).double() / len(folds)
         whole += float(product.sum())
+        judged = _flat(warmup.scores(pair)).double() / len(folds)
         raw = warmup.scores(part for part in range(PARTS) if part not in pair)
         for score, rank in SCORES.items():
             order = torch.sort(_flat(rank(raw)), descending=True, stable=True).indices  # ties in flat order, as top_k
-            running = product[order].cumsum(0)
+            running, sampled = product[order].cumsum(0), judged[order].cumsum(0)
             for place, k in enumerate(counts):
                 energies[score][place] += float(running[k - 1])
+                scored[score][place] += float(sampled[k - 1])
             weighted[score] += float(running.mean())  # = Σ_p ĝ_p (d − rank_p + 1)/d
-    return energies, weighted, whole
+    return energies, scored, weighted, whole
 
 
 def _flat(values: dict[str, Tensor]) -> Tensor:
@@ -290,7 +304,7 @@ class _Phase(NamedTuple):
             max(1.0, change),
         )
 
-    def gain(self, kept: float, signal: float, k: int, n: float, *, sampled: bool = True) -> float:
+    def gain(self, kept: float, signal: float, k: float, n: float, *, sampled: bool = True) -> float:
         """Progress on k coordinates over progress on all, noise averaging out over n steps."""
         if kept <= 0:
             return 0.0
@@ -300,8 +314,8 @@ class _Phase(NamedTuple):
         return kept**2 * dense / (kept * signal + (k * self.variance + sampling) / n)
 
     def learning_rate(self, kept: float, signal: float, k: int) -> tuple[float, float]:
-        """The best rate on k coordinates over the best on all, at n = T₂ and at n = 1."""
-        rates = [self.gain(kept, signal, k, n) / kept for n in (self.steps, 1)]
+        """The best rate on k coordinates over the best on all, at n = √T₂ and at n = 1."""
+        rates = [self.gain(kept, signal, k, n) / kept for n in (math.sqrt(self.steps), 1)]
         return min(rates), max(rates)
 
 
@@ -322,7 +336,7 @@ def _verdict(
         )
     reasons = [
         f"The mean gradient's energy is {signal.estimate:.2g} ({signal.low:.2g} to {signal.high:.2g}); dense noise adds "
-        f"{noise:.2g} to every step that follows, and {noise / phase.steps:.2g} to their mean over {phase.steps} steps."
+        f"{noise:.2g} to every step that follows, and {noise / math.sqrt(phase.steps):.2g} to the mean of √T₂ = {math.sqrt(phase.steps):.0f} of them."
     ]
     if not sparse:
         return "cannot tell", None, [*reasons, "No ratio below 1 was asked about."]
@@ -332,7 +346,11 @@ def _verdict(
         reasons.append(
             f"The best {best.active_ratio:.3g} of the coordinates by the {best.score} score keep {best.kept.estimate:.0%} of "
             f"the signal ({best.kept.low:.0%} to {best.kept.high:.0%}) and save {1 - best.active_ratio:.0%} of the noise: "
-            f"progress is at least {best.gain.low:.2f} times that of dense training, even if noise averages out over all steps."
+            f"progress is at least {best.gain.low:.2f} times that of dense training, at the unfavourable end of every interval."
+        )
+        reasons.append(
+            f"At least {best.outside:.0%} of the records' own gradients lie in the other coordinates, so the loss is not flat there and "
+            "their noise does harm."
         )
         return "restrict", best, reasons
     most = max(sparse, key=lambda c: c.gain.high)
@@ -349,5 +367,10 @@ def _verdict(
         f"signal ({best.kept.low:.0%} to {best.kept.high:.0%}); against dense training its progress is between {best.gain.low:.2f} and "
         f"{best.gain.high:.2f}, depending on the truth within the intervals and on how far noise averages out."
     )
+    if best.outside < (1 - best.active_ratio) / 2:
+        reasons.append(
+            f"No more than {best.outside:.0%} of the records' own gradients could be shown to lie outside it: the loss may be flat there, "
+            "and then the noise of those coordinates costs nothing."
+        )
     reasons.append("Unless speed, memory or communication matter, dense training is the safer choice.")
     return "cannot tell", None, reasons
