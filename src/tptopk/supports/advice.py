@@ -21,7 +21,7 @@ so a random support (α = ρ) never gains, and none does where noise is small. T
 coordinates. Where it is flat noise costs nothing, and leaving it out gains nothing; and it tends to be flat where records
 have small gradients. How much of the records' gradients lies outside a support can be seen: their Poisson samples add
 that share of (1 − q)C²/B to the scores there. "Restrict" counts only that share b of the noise as saved, dν₂²(1 − b) in
-place of kν₂², and needs a gain of 5% at n = √T₂ and the unfavourable ends of intervals wide enough to hold for all supports
+place of kν₂², and needs a gain of 5% at n = √T₂ at the lower end of an interval wide enough to hold for all supports
 together. "Stay dense" needs less than 5% for every support at n = 1, kν₂² and the favourable ends; as it must hold for each
 of them, it needs no wider intervals. E is of the gradient as it moved under the warm-up's own learning rate.
 """
@@ -151,7 +151,9 @@ def advise(
     energies, scored, weighted, whole = _energies(warmup, counts)
     spread = _spread(warmup, whole)
     sure = NormalDist().inv_cdf((1 + level) / 2)
-    surer = NormalDist().inv_cdf(1 - (1 - level) / (2 * max(1, len(SCORES) * sum(k < total for k in counts))))
+    surer = NormalDist().inv_cdf(
+        1 - (1 - level) / max(1, len(SCORES) * sum(k < total for k in counts))
+    )  # all at once, one side
     phase = _Phase.of(plan, warmup, total)
     deviation = float(spread.std(total, whole))
     signal = Interval(whole, whole - sure * deviation, whole + sure * deviation)
@@ -162,21 +164,22 @@ def advise(
     transient = max(0.0, score_energy - whole - added)  # more than sampling can add: signal that did not last
     for score, of_score in energies.items():
         for k, energy, inside in zip(counts, of_score, scored[score], strict=True):
-            spared = (score_energy - inside) - (whole - energy) - transient - surer * score_error * math.sqrt(total - k)
-            outside = min(1 - k / total, max(0.0, spared / added)) if added > 0 else 0.0
+            spared = ((score_energy - inside) - (whole - energy) - transient) / added if added > 0 else 0.0
+            doubt = score_error * math.sqrt(total - k) / added if added > 0 else 0.0
+            errors = float(spread.std(k, energy)), float(spread.std(total - k, whole - energy)), doubt
             kept = _share(energy, whole, k, total, spread, sure)
-            least = _share(energy, whole, k, total, spread, surer).low
             gain = Interval(
                 phase.gain(kept.estimate, whole, k, math.sqrt(phase.steps)),
-                phase.gain(least, whole + surer * deviation, (1 - outside) * total, math.sqrt(phase.steps)),
+                phase.sure_gain(energy, whole - energy, spared, k, errors, surer),
                 phase.gain(kept.high, signal.low, k, 1, sampled=False),
             )
+            outside = min(1 - k / total, max(0.0, spared - surer * doubt))
             candidates.append(Candidate(score, k / total, k, energy, kept, outside, gain))
     wrong = {}
     for score, value in weighted.items():
         right = _ratio(value, whole, lambda a: spread.std(total * (1 / 3 - a + a**2), whole), sure)
         wrong[score] = Interval(1 - right.estimate, 1 - right.high, 1 - right.low)
-    doubt = sure * score_error * math.sqrt(total)
+    unsure = sure * score_error * math.sqrt(total)
     verdict, chosen, reasons = _verdict(candidates, signal, phase, total)
     return Advice(
         verdict=verdict,
@@ -187,7 +190,7 @@ def advise(
         candidates=tuple(candidates),
         misranking=wrong,
         signal=signal,
-        step_energy=(max(0.0, whole, score_energy - added - doubt), max(0.0, whole, score_energy + doubt)),
+        step_energy=(max(0.0, whole, score_energy - added - unsure), max(0.0, whole, score_energy + unsure)),
         sampling_energy=added,
         noise_energy=total * phase.variance,
         coordinates=total,
@@ -313,6 +316,29 @@ class _Phase(NamedTuple):
         dense = signal + (self.total * self.variance + sampling) / n
         return kept**2 * dense / (kept * signal + (k * self.variance + sampling) / n)
 
+    def sure_gain(
+        self, kept: float, lost: float, spared: float, k: int, errors: tuple[float, float, float], sure: float
+    ) -> float:
+        """A lower end of the gain at n = √T₂ for E inside and outside and the share of noise spared, three independent estimates.
+
+        The logarithm of the gain falls by so much for an error of one in each; errors add up by their squares.
+        """
+        if k == self.total or kept <= sure * errors[0]:
+            return float(k == self.total)
+
+        def log_gain(kept: float, lost: float, spared: float) -> float:
+            lost, spared = max(lost, 0.0), min(max(spared, 0.0), 1 - k / self.total)
+            share = kept / (kept + lost)
+            return math.log(self.gain(share, kept + lost, (1 - spared) * self.total, math.sqrt(self.steps)))
+
+        here = log_gain(kept, lost, spared)
+        worse = (
+            log_gain(kept - errors[0], lost, spared),
+            log_gain(kept, max(lost, 0.0) + errors[1], spared),
+            log_gain(kept, lost, spared - errors[2]),
+        )
+        return math.exp(here - sure * math.sqrt(sum(max(0.0, here - w) ** 2 for w in worse)))
+
     def learning_rate(self, kept: float, signal: float, k: int) -> tuple[float, float]:
         """The best rate on k coordinates over the best on all, at n = √T₂ and at n = 1."""
         rates = [self.gain(kept, signal, k, n) / kept for n in (math.sqrt(self.steps), 1)]
@@ -346,7 +372,7 @@ def _verdict(
         reasons.append(
             f"The best {best.active_ratio:.3g} of the coordinates by the {best.score} score keep {best.kept.estimate:.0%} of "
             f"the signal ({best.kept.low:.0%} to {best.kept.high:.0%}) and save {1 - best.active_ratio:.0%} of the noise: "
-            f"progress is at least {best.gain.low:.2f} times that of dense training, at the unfavourable end of every interval."
+            f"progress is at least {best.gain.low:.2f} times that of dense training, with errors of all estimates counted."
         )
         reasons.append(
             f"At least {best.outside:.0%} of the records' own gradients lie in the other coordinates, so the loss is not flat there and "
