@@ -8,7 +8,9 @@ from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.methods import METHODS
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal
+from tptopk.supports.advice import Advice, advise
 from tptopk.supports.support import Support
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.evaluation import evaluate
 from tptopk.training.run import Run, load
 from tptopk.training.standardize import Standardize
@@ -17,6 +19,7 @@ from tptopk.training.trainer import fit
 __version__ = version("tptopk")
 __all__ = [
     "METHODS",
+    "Advice",
     "ClippedSum",
     "Phase",
     "Plan",
@@ -26,6 +29,8 @@ __all__ = [
     "Run",
     "Standardize",
     "Support",
+    "WarmUp",
+    "advise",
     "clipped_sum",
     "evaluate",
     "fit",
