@@ -120,7 +120,7 @@ def test_replayed_sums_are_the_ordinary_ones_at_any_batch_size(name, density, co
     x, y = inputs.to(CUDA), torch.randint(0, 10, (150,), device=CUDA)
     support = Support.full(model) if density == 1.0 else bench.random_support(model, density)
     fixed = FixedShapes(model, F.cross_entropy, compiled=compiled, precision=precision)
-    near = 1e-4 if precision == "fp32" else 2e-2  # compiled, intermediate numbers are not rounded
+    near = (5e-4 if compiled else 1e-4) if precision == "fp32" else 4e-2  # compiled, numbers are rounded elsewhere
     assert fixed.clipped_sum((x[:100], y[:100]), support, 0.1) is None, "the first goes the ordinary way"
     for n in (100, 97) if compiled else (100, 97, 150, 3, 1, 100):
         with torch.no_grad():
@@ -146,7 +146,7 @@ def test_rows_of_an_example_are_averaged_before_they_are_clipped(density, limit,
     rows = torch.randn(6, 2, 243, 8, 8, device=CUDA), torch.randint(0, 10, (6, 2), device=CUDA)
     batch = rows, torch.rand(6, 2, device=CUDA)
     loss = MeanOverRows(F.cross_entropy)
-    slow = flat(clipped_sum(model, loss, batch, support, 0.1, engine="reference"))
+    slow = flat(clipped_sum(model, loss, batch, support, 0.1, engine="reference", precision=precision))
     fast = flat(clipped_sum(model, loss, batch, support, 0.1, precision=precision, memory_limit=limit))
     near = 1e-5 if precision == "fp32" else 5e-3
     assert (fast - slow).norm() <= near * slow.norm()
@@ -163,7 +163,9 @@ def test_no_two_steps_share_noise_with_graphs_on():
     plan = tptopk.Plan(
         phases=(Phase(steps=30, sample_rate=0.5, noise_multiplier=1.0, clip_norm=1.0),), delta=1e-5, dataset_size=64
     )
-    mechanism = Mechanism(model, lambda m, b: 0.0 * m(b).sum(1), plan, Ledger(plan), Streams("r"), replay=True)
+    mechanism = Mechanism(
+        model, lambda m, b: 0.0 * m(b).sum(1), plan, Ledger(plan), Streams("r"), replay=True, patience=1
+    )
     support, x = Support.full(model), torch.randn(32, 16, device=CUDA)
     steps = [flat_values(mechanism.private_gradient([x], support, 0, n)) for n in range(30)]
     correlation = torch.corrcoef(torch.stack(steps)).fill_diagonal_(0)
@@ -215,7 +217,7 @@ def test_out_of_memory_takes_the_same_records_again_in_halves():
         torch.cuda.set_per_process_memory_fraction(share)
         try:
             ledger = Ledger(plan)
-            mechanism = Mechanism(model, F.cross_entropy, plan, ledger, Streams("r", seed=1), replay=True)
+            mechanism = Mechanism(model, F.cross_entropy, plan, ledger, Streams("r", seed=1), replay=True, patience=1)
             full = Support.full(model)
             steps = [flat_values(mechanism.private_gradient([(x, y)], full, 0, n)).cpu() for n in range(3)]
             results.append((steps, mechanism._most_examples, ledger.segments()))

@@ -207,7 +207,8 @@ def private_step(
 ) -> Step:
     replay = next(model.parameters()).is_cuda
     mechanism = Mechanism(
-        model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("bench"), precision=precision, replay=replay, compiled=compiled
+        model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("bench"), precision=precision, replay=replay, compiled=compiled,
+        patience=1,
     )  # fmt: skip
     updater = Updater(model, SGD(model.parameters(), lr=1e-3))
     taken = 0

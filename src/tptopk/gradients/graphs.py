@@ -41,7 +41,7 @@ class _Recorded:
 class FixedShapes:
     """Makes the clipped sums of `clipped_sum`'s capture engine, for one model and one support after another.
 
-    The first batch on a support goes the ordinary way, so that supports that change at every step cost no recording.
+    The first `patience` batches on a support go the ordinary way, so that supports that soon change cost no recording.
     A model that cannot be recorded is said to be so once, and goes the ordinary way.
     """
 
@@ -54,8 +54,9 @@ class FixedShapes:
         memory_limit: int | None = None,
         compiled: bool = False,
         clipping: str = "flat",
+        patience: int = 1,
     ) -> None:
-        self._clipping = clipping
+        self._clipping, self._patience, self._waited = clipping, patience, 0
         self._model, self._precision, self._memory_limit = model, precision, memory_limit
         self._loss = forward_in(per_example(loss), precision)
         self._compiled = compiled
@@ -70,7 +71,9 @@ class FixedShapes:
         place = _place(self._model)
         if support is not self._support or place != self._place:
             self.forget()
-            self._support, self._place = support, place
+            self._support, self._place, self._waited = support, place, 0
+        self._waited += 1
+        if self._waited <= self._patience:
             return None
         leaves, structure = tree_flatten(batch)
         examples = batch_length(batch)
@@ -170,8 +173,12 @@ def _fill(recorded: _Recorded, leaves: list[Tensor], examples: int) -> None:
 
 def _place(model: nn.Module) -> object:
     """Changes whenever a recording would read memory that the model no longer uses, or run in another mode."""
-    tensors = (*model.parameters(), *model.buffers())
-    return [t.data_ptr() for t in tensors], [module.training for module in model.modules()]
+    found: list[int | bool] = []
+    for module in model.modules():
+        found.append(module.training)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            found.append(0 if tensor is None else tensor.data_ptr())
+    return found
 
 
 @contextmanager

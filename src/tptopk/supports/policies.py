@@ -99,6 +99,8 @@ class SupportPolicy:
         if k is None:
             return self._support
         if self._method.warmup:
+            if self._ranking is not None and k == self._support.size:
+                return self._support
             if self._ranking is None:  # fixed at the end of the warm-up
                 self._ranking = self._random_ranking(0) if self._method.ranking == "random" else self._score_ranking()
             chosen = top_k(self._ranking, k)

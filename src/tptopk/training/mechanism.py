@@ -18,6 +18,9 @@ from tptopk.privacy.randomness import Streams
 from tptopk.supports.support import Support
 
 
+PATIENCE = 24  # steps on a support before it is worth recording: recording takes as long as a dozen steps
+
+
 class Mechanism:
     """The Gaussian mechanism on a support, at the numbers of a plan.
 
@@ -52,6 +55,7 @@ class Mechanism:
         replay: bool = False,
         compiled: bool = False,
         clipping: str = "flat",
+        patience: int = PATIENCE,
     ) -> None:
         self._clipping = clipping
         self._model, self._loss, self._engine = model, loss, engine
@@ -60,8 +64,9 @@ class Mechanism:
         self._fixed = None
         if engine == "capture" and (replay or compiled):
             self._fixed = FixedShapes(
-                model, loss, precision=precision, memory_limit=memory_limit, compiled=compiled, clipping=clipping
-            )
+                model, loss, precision=precision, memory_limit=memory_limit, compiled=compiled, clipping=clipping,
+                patience=patience,
+            )  # fmt: skip
         self._most_examples: int | None = None  # that fitted into memory, once more did not
 
     def private_gradient(self, batches: Iterable[Batch], support: Support, phase: int, step: int) -> PrivateGradient:
