@@ -326,3 +326,9 @@ def test_a_torch_loss_object_works_like_its_function():
     b = clipped_sum(model, F.cross_entropy, data, support, 0.1).values
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert take(data, slice(0, 2))[0].shape[0] == 2
+
+
+@pytest.mark.parametrize("width", range(1, 41))
+def test_two_classes_are_enough(width):
+    like = (torch.zeros(1, width), torch.zeros(1, dtype=torch.long))
+    assert choose_engine(nn.Linear(width, 2), F.cross_entropy, like) == "capture"

@@ -121,8 +121,12 @@ def made_up(
 
 
 def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
-    """The richest made-up values that the model runs on with finite losses: normal inputs and many ids, if it can be."""
+    """The richest made-up values that the model runs on with finite losses: normal inputs and many ids, if it can be.
+
+    A label that is no class has a loss of zero and shows nothing, so values with losses that are mostly zero come last.
+    """
     problem: Exception | None = None
+    poor: Maker | None = None
     # An id out of range is an error on a CPU but the end of the process's GPU context, so ids are tried on a CPU.
     trial = copy.deepcopy(model).cpu() if any(p.is_cuda for p in model.parameters()) else model
     for positive in (False, True):
@@ -140,12 +144,16 @@ def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
                     )
                     losses = checked_losses(loss, trial, batch)
                 if bool(torch.isfinite(losses).all()):
-                    return make
+                    if int((losses != 0).sum()) > EXAMPLES // 2:
+                        return make
+                    poor = poor or make
                 problem = problem or ArithmeticError("its losses are not finite")
             except Refusal:
                 raise
             except Exception as error:
                 problem = error
+    if poor is not None:
+        return poor
     shapes = [tuple(t.shape[1:]) for t in tensors_of(like)]
     raise Refusal(
         f"the model or the loss failed on made-up examples of the data's shapes {shapes}: {type(problem).__name__}: {problem}"
