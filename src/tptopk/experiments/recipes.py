@@ -142,12 +142,22 @@ def table_context() -> list[Recipe]:
     ]
 
 
+def table_diagnostics() -> list[Recipe]:
+    """Runs that keep 5,000 training records out, on which supports are judged at the end of the warm-up."""
+    return [
+        recipe("cifar10", "tp-topk", epsilon, seed, held_out=5000, variant="diagnostics")
+        for epsilon in EPSILONS
+        for seed in SEEDS
+    ]
+
+
 TABLES = {
     "main": table_main,
     "ratio": table_ratio,
     "split": table_split,
     "medical": table_medical,
     "context": table_context,
+    "diagnostics": table_diagnostics,
 }
 
 
@@ -160,7 +170,9 @@ def table_named(name: str) -> list[Recipe]:
 def quick(recipes: list[Recipe]) -> list[Recipe]:
     """A reduced version that a laptop finishes in minutes: one seed, few records and steps. Its figures mean nothing."""
     return [
-        replace(r, records=600, batch_size=100, epochs=1.5, views=1, network="scatter-linear")
+        replace(
+            r, records=600, batch_size=100, epochs=1.5, views=1, network="scatter-linear", held_out=min(r.held_out, 100)
+        )
         for r in recipes
         if r.seed == SEEDS[0]
     ]

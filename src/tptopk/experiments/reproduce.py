@@ -60,16 +60,21 @@ def pending(recipes: Iterable[Recipe], path: Path) -> list[Recipe]:
 
 
 def run_all(
-    recipes: list[Recipe], path: Path, data_dir: str | None, device: str, on_result: Callable[[dict[str, Any]], None]
+    recipes: list[Recipe],
+    path: Path,
+    data_dir: str | None,
+    device: str,
+    on_result: Callable[[dict[str, Any]], None],
+    run: Callable[[Recipe, str | None, str], list[dict[str, Any]]] | None = None,
 ) -> None:
-    """Run what is not in the file yet, dataset by dataset, appending each run as it ends."""
+    """Run what is not in the file yet, dataset by dataset, appending each run's rows as it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _mend_tail(path)
     for r in sorted(pending(recipes, path), key=_kinship):
-        result = run_one(r, data_dir, device)
+        rows = [run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-        on_result(result)
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        on_result(rows[0])
 
 
 def share_of(recipes: list[Recipe], share: int, shares: int) -> list[Recipe]:
