@@ -8,7 +8,8 @@ was chosen on held-out training records from the same few values for each method
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tptopk.privacy.refusal import Refusal, nearest
 SEEDS = (0, 1, 2)
 METHODS = ("dp-sgd", "tp-rand", "tp-topk", "on-rand", "on-topk")
 EPSILONS = (1.0, 3.0, 8.0)
+RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05, 0.01)
+SPLITS = (0.2, 0.3, 0.4)  # E₁/E, and ε₁/ε
 PAPER = "ρ = .40, split (.3, .3)"
 
 
@@ -44,6 +47,7 @@ class Recipe:
     score: str = "paper"
     ratio_schedule: str = "constant"
     clipping: str = "flat"
+    annealed: bool = False  # SA-DP-SGD: steps that raise the loss are taken back
     ema: float | None = None
     query_noise: float = 32.0  # σ of the two queries for the channels' statistics
     delta: float = 1e-5
@@ -62,65 +66,86 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+TUNED = Path(__file__).with_name("tuned.toml")
+HELD_OUT = 5000  # training records on which a support is judged, in the diagnostics
+
+
 @cache
 def tuned() -> dict[str, Any]:
     """dataset → ε → method → what was chosen for it on held-out records."""
-    return tomllib.loads(Path(__file__).with_name("tuned.toml").read_text(encoding="utf-8"))
+    try:
+        return tomllib.loads(TUNED.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise Refusal(
+            f"{TUNED.name} is missing: run `python benchmarks/tune_paper.py`, then `python benchmarks/tune_paper.py --choose`, "
+            "which writes it; or use --quick, which needs none"
+        ) from error
 
 
 def recipe(dataset: str, method: str, epsilon: float, seed: int, **changes: Any) -> Recipe:
     """The tuned recipe of a cell, with changes."""
-    chosen = {key: value for key, value in tuned()[dataset][f"{epsilon:g}"][method].items() if key != "held_out"}
-    numbers = {**SETTINGS[dataset], **chosen, **changes}
-    return Recipe(dataset=dataset, method=method, target_epsilon=epsilon, seed=seed, **numbers)
+    try:
+        found = tuned()[dataset][f"{epsilon:g}"][method]
+    except KeyError as error:
+        raise Refusal(f"{TUNED.name} has nothing for {method} on {dataset} at ε = {epsilon:g}: tune it first") from error
+    chosen = {key: value for key, value in found.items() if key != "held_out"}
+    return Recipe(dataset, method, epsilon, seed, **{**SETTINGS[dataset], **chosen, **changes})
 
 
-def table_main() -> list[Recipe]:
+def quick_recipe(dataset: str, method: str, epsilon: float, seed: int, **changes: Any) -> Recipe:
+    """The same cell on few records with one linear layer, untuned: for a look at the machinery. Its figures mean nothing."""
+    reduced = {"records": 600, "batch_size": 100, "epochs": 1.5, "learning_rate": 1.0, "network": "scatter-linear"}
+    held_out = min(100, changes.pop("held_out", 0))
+    return Recipe(dataset, method, epsilon, seed, held_out=held_out, **{**reduced, **changes})  # type: ignore[arg-type]
+
+
+Make = Callable[..., Recipe]  # (dataset, method, ε, seed, **changes) → the recipe of that cell
+
+
+def table_main(make: Make = recipe) -> list[Recipe]:
     return [
-        recipe(dataset, method, epsilon, seed)
+        make(dataset, method, epsilon, seed)
         for dataset in ("mnist", "fmnist", "cifar10")
         for epsilon in EPSILONS
         for method in METHODS
         for seed in SEEDS
     ] + [
-        recipe(dataset, "tp-topk", epsilon, seed, score="factored", variant="factored score")
+        make(dataset, "tp-topk", epsilon, seed, score="factored", variant="factored score")
         for dataset in ("mnist", "fmnist", "cifar10")
         for epsilon in EPSILONS
         for seed in SEEDS
     ]
 
 
-def table_ratio() -> list[Recipe]:
+def table_ratio(make: Make = recipe) -> list[Recipe]:
     dense = [
-        recipe(dataset, "dp-sgd", epsilon, seed, variant="ρ = 1")
+        make(dataset, "dp-sgd", epsilon, seed, variant="ρ = 1")
         for dataset in ("cifar10", "fmnist")
         for epsilon in (8.0, 1.0)
         for seed in SEEDS
     ]
     return dense + [
-        recipe(dataset, method, epsilon, seed, active_ratio=ratio, variant=f"ρ = {ratio:g}")
+        make(dataset, method, epsilon, seed, active_ratio=ratio, variant=f"ρ = {ratio:g}")
         for dataset in ("cifar10", "fmnist")
         for epsilon in (8.0, 1.0)
-        for ratio in (0.8, 0.6, 0.4, 0.2, 0.05, 0.01)
+        for ratio in RATIOS
         for method in ("tp-topk", "tp-rand")
         for seed in SEEDS
     ]
 
 
-def table_split() -> list[Recipe]:
+def table_split(make: Make = recipe) -> list[Recipe]:
     return [
-        recipe(
-            "cifar10", "tp-topk", 3.0, seed, warmup=warmup, warmup_budget=budget, variant=f"({warmup:g}, {budget:g})"
-        )
-        for warmup in (0.2, 0.3, 0.4)
-        for budget in (0.2, 0.3, 0.4)
+        make("cifar10", "tp-topk", 3.0, seed, warmup=warmup, warmup_budget=budget, variant=f"({warmup:g}, {budget:g})")
+        for warmup in SPLITS
+        for budget in SPLITS
         for seed in SEEDS
     ]
 
 
-def table_medical() -> list[Recipe]:
+def table_medical(make: Make = recipe) -> list[Recipe]:
     return [
-        recipe("pneumoniamnist", method, epsilon, seed)
+        make("pneumoniamnist", method, epsilon, seed)
         for epsilon in (8.0, 3.0)
         for method in ("non-private", "dp-sgd", "tp-rand", "tp-topk")
         for seed in SEEDS
@@ -128,30 +153,31 @@ def table_medical() -> list[Recipe]:
     ]
 
 
-def table_context() -> list[Recipe]:
+def table_context(make: Make = recipe) -> list[Recipe]:
     """The peers that can be run here, on CIFAR-10 with the same network."""
     rows: list[tuple[str, str, dict[str, Any]]] = [
         ("dp-sgd", "AUTO-S", {"clipping": "auto-s"}),
         ("on-rand", "random sparsification", {"ratio_schedule": "linear", "active_ratio": 0.3}),
     ]
     return [
-        recipe("cifar10", method, epsilon, seed, variant=variant, **changes)
+        make("cifar10", method, epsilon, seed, variant=variant, **changes)
         for epsilon in EPSILONS
         for method, variant, changes in rows
         for seed in SEEDS
     ]
 
 
-def table_diagnostics() -> list[Recipe]:
-    """Runs that keep 5,000 training records out, on which supports are judged at the end of the warm-up."""
+def table_diagnostics(make: Make = recipe) -> list[Recipe]:
+    """Supports judged at the end of the warm-up, on training records that are held out."""
     return [
-        recipe("cifar10", "tp-topk", epsilon, seed, held_out=5000, variant="diagnostics")
+        make(dataset, "tp-topk", epsilon, seed, held_out=HELD_OUT, variant="support quality")
+        for dataset in ("mnist", "fmnist", "cifar10")
         for epsilon in EPSILONS
         for seed in SEEDS
     ]
 
 
-TABLES = {
+TABLES: dict[str, Callable[[Make], list[Recipe]]] = {
     "main": table_main,
     "ratio": table_ratio,
     "split": table_split,
@@ -161,18 +187,10 @@ TABLES = {
 }
 
 
-def table_named(name: str) -> list[Recipe]:
+def table_named(name: str, quick: bool = False) -> list[Recipe]:
+    """The runs of a table; or, quick, those of one seed in a reduced version that two cores finish in minutes."""
     if name not in TABLES:
         raise Refusal(f"unknown table {name!r}{nearest(name, TABLES)}")
-    return TABLES[name]()
-
-
-def quick(recipes: list[Recipe]) -> list[Recipe]:
-    """A reduced version that a laptop finishes in minutes: one seed, few records and steps. Its figures mean nothing."""
-    return [
-        replace(
-            r, records=600, batch_size=100, epochs=1.5, views=1, network="scatter-linear", held_out=min(r.held_out, 100)
-        )
-        for r in recipes
-        if r.seed == SEEDS[0]
-    ]
+    if quick:
+        return [r for r in TABLES[name](quick_recipe) if r.seed == SEEDS[0]]
+    return TABLES[name](recipe)

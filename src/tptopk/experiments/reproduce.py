@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import time
 import warnings
@@ -27,6 +28,7 @@ from tptopk.privacy.methods import method_named
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, nearest
 from tptopk.privacy.statement import charged_segments
+from tptopk.training.annealing import Annealing
 from tptopk.training.run import Run
 from tptopk.training.standardize import Standardize
 from tptopk.training.trainer import fit
@@ -44,13 +46,17 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     found = []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines):
         try:
-            found.append(json.loads(line))
+            result = json.loads(line)
         except json.JSONDecodeError as error:
             if number < len(lines) - 1:
                 raise Refusal(f"line {number + 1} of {path} is not JSON: {error}") from error
+            continue
+        if not isinstance(result, dict) or not isinstance(result.get("recipe"), dict):
+            raise Refusal(f"line {number + 1} of {path} is not a run: it has no recipe")
+        found.append(result)
     return found
 
 
@@ -67,14 +73,19 @@ def run_all(
     on_result: Callable[[dict[str, Any]], None],
     run: Callable[[Recipe, str | None, str], list[dict[str, Any]]] | None = None,
 ) -> None:
-    """Run what is not in the file yet, dataset by dataset, appending each run's rows as it ends."""
+    """Run what is not in the file yet, dataset by dataset, appending each run as it ends.
+
+    `run` gives the lines of one recipe, `run_one`'s unless said. The one that has the recipe itself is written last:
+    a run that was cut short between its lines is not finished.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     _mend_tail(path)
     for r in sorted(pending(recipes, path), key=_kinship):
-        rows = [run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
+        results = [run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
+        results = sorted(results, key=lambda result: result["recipe"] == r.identity())
         with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-        on_result(rows[0])
+            file.write("".join(json.dumps(result) + "\n" for result in results))
+        on_result(results[-1])
 
 
 def share_of(recipes: list[Recipe], share: int, shares: int) -> list[Recipe]:
@@ -88,10 +99,9 @@ def _kinship(r: Recipe) -> tuple[Any, ...]:
 
 
 def _mend_tail(path: Path) -> None:
-    """Cut off a last line that was never finished."""
-    if path.exists():
-        whole, newline, _ = path.read_bytes().rpartition(b"\n")
-        path.write_bytes(whole + newline)
+    """Cut off a last line that was never finished; a whole file is left alone, since others may be adding to it."""
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:
@@ -138,13 +148,14 @@ def train_one(r: Recipe, train: tuple[Tensor, Tensor], model: nn.Sequential, **o
     layer = model[0]
     assert isinstance(layer, Standardize)
     plan = planned(r, len(x), layer.queries(r.query_noise))
+    annealing = Annealing() if r.annealed else None
     rates = [r.learning_rate, r.second_learning_rate or r.learning_rate][: len(plan.phases)]
     optimizer = torch.optim.SGD(model.parameters(), lr=r.learning_rate, momentum=r.momentum)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)  # seeded runs, and the non-private one, are meant here
         return fit(
             model, (x, y), plan, optimizer, loss=F.cross_entropy, learning_rates=rates, views=_stored,
-            standardize=layer, clipping=r.clipping, score=r.score, ratio_schedule=r.ratio_schedule, ema=r.ema,
+            standardize=layer, clipping=r.clipping, score=r.score, ratio_schedule=r.ratio_schedule, ema=r.ema, annealing=annealing,
             seed=r.seed, **options,
         )  # fmt: skip
 
@@ -160,9 +171,15 @@ def planned(r: Recipe, size: int, queries: tuple[Phase, ...]) -> Plan:
     like = "non-private" if not spec.private else "tp-topk" if spec.warmup else "dp-sgd"
     plan = _calibrated(
         like, r.target_epsilon, r.delta, min(r.batch_size, size), size, r.epochs, r.warmup, r.warmup_budget, r.clip_norm,
-        queries if spec.private else (),
+        (*queries, *_questions(r, size)) if spec.private else (),
     )  # fmt: skip
     return replace(plan, method=r.method, active_ratio=r.active_ratio if spec.sparse else 1.0)
+
+
+def _questions(r: Recipe, size: int) -> tuple[Phase, ...]:
+    """What annealing asks of the data beside the gradients."""
+    rate = min(r.batch_size, size) / size
+    return Annealing().queries(max(1, round(r.epochs / rate)), rate) if r.annealed else ()
 
 
 @lru_cache(maxsize=256)

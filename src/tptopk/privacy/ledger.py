@@ -74,7 +74,7 @@ class Ledger:
         self.steps = Counter[int]()  # phase index → steps taken, those of earlier attempts that were kept among them
         self.lost = Counter[int]()  # phase index → steps charged whose outcome was lost
         self._reserved = Counter[int]()  # phase index → steps charged in advance
-        self._block, self._charged_queries, self._unanswered = block, False, set[int]()
+        self._block, self._charged_queries, self._unanswered = block, False, set[tuple[int, int]]()
         self._allowed: int | None = None  # steps that may still be charged; None: as many as planned
         self._file: int | None = None
         self.length, self.head, self._size = 0, START, 0
@@ -106,7 +106,7 @@ class Ledger:
             if any(count < 0 for count in self.lost.values()):
                 raise Refusal(f"the checkpoint holds more steps than {path} ever charged; it is of another run")
             self._reserved = Counter(self.steps)
-            self._charged_queries, self._unanswered = found.queries, set[int]()
+            self._charged_queries, self._unanswered = found.queries, set[tuple[int, int]]()
             self.length, self.head, self._size = len(found.lines), found.head, found.size
             if found.torn:
                 os.ftruncate(self._file, found.size)
@@ -152,14 +152,14 @@ class Ledger:
                     "sample_rate": query.sample_rate,
                 }
             )
-            self._unanswered.add(index)
+            self._unanswered |= {(index, step) for step in range(query.steps)}
         self._charged_queries = True
 
-    def answer_query(self, index: int) -> None:
+    def answer_query(self, index: int, step: int = 0) -> None:
         """Whoever draws a query's noise calls this first: the query was charged, in this attempt, and not yet answered."""
-        if index not in self._unanswered:
+        if (index, step) not in self._unanswered:
             raise RuntimeError(f"query {index} was not charged, or was answered before: nothing was drawn")
-        self._unanswered.remove(index)
+        self._unanswered.remove((index, step))
 
     def charge(self, phase: int, step: int, support_size: int) -> None:
         """Write down one step. Whoever draws its noise calls this first."""

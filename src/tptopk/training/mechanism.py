@@ -17,7 +17,6 @@ from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.supports.support import Support
 
-
 PATIENCE = 24  # steps on a support before it is worth recording: recording takes as long as a dozen steps
 
 
@@ -125,14 +124,15 @@ class Mechanism:
         return self._plan.queries[index].clip_norm
 
     @torch.no_grad()
-    def answer(self, index: int, total: Tensor) -> Tensor:
+    def answer(self, index: int, total: Tensor, step: int = 0) -> Tensor:
         """(total + N(0, σ²C² I)) / (q N) for the plan's query of that number, which must have been charged.
 
-        Each record may have moved `total` by at most the query's clip norm, in l2 norm. A query is answered once.
+        Each record may have moved `total` by at most the query's clip norm, in l2 norm, and a query at a sample rate below 1
+        is asked of a fresh Poisson sample. It is answered as often as the plan has steps of it.
         """
-        self._ledger.answer_query(index)
+        self._ledger.answer_query(index, step)
         numbers = self._plan.queries[index]
-        noise = self._streams.normal(total.numel(), total.device, "query", index)
+        noise = self._streams.normal(total.numel(), total.device, "query", index, step)
         noisy = total + noise.view_as(total) * (numbers.noise_multiplier * numbers.clip_norm)
         return noisy / self._plan.expected_batch_size(numbers)
 

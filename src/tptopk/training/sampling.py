@@ -136,8 +136,8 @@ class PoissonSampler:
     may be zero.
     """
 
-    def __init__(self, size: int, streams: Streams) -> None:
-        self._size, self._streams = size, streams
+    def __init__(self, size: int, streams: Streams, purpose: str = "sample") -> None:
+        self._size, self._streams, self._purpose = size, streams, purpose
 
     def sample(self, phase: int, step: int, sample_rate: float) -> Tensor:
         """The indices of the step's records, in order.
@@ -147,7 +147,7 @@ class PoissonSampler:
         """
         if sample_rate == 1.0:
             return torch.arange(self._size)
-        generator, per_record = self._streams.numpy("sample", phase, step), -math.log1p(-sample_rate)
+        generator, per_record = self._streams.numpy(self._purpose, phase, step), -math.log1p(-sample_rate)
         expected = sample_rate * self._size
         draws, last, found = int(expected + 4 * expected**0.5) + 8, -1, []
         while last < self._size:

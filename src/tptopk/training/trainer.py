@@ -33,6 +33,7 @@ from tptopk.supports.policies import RatioSchedule, SupportPolicy
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
 from tptopk.supports.warmup import WarmUp
+from tptopk.training.annealing import Annealer, Annealing, query_of
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.rows import RowRecords, Views
@@ -64,6 +65,7 @@ def fit(
     most_rows: int | None = None,
     standardize: Standardize | None = None,
     clipping: str = "flat",
+    annealing: Annealing | None = None,
     score: str = "paper",
     ratio_schedule: str | RatioSchedule = "constant",
     ema: float | None = None,
@@ -96,6 +98,7 @@ def fit(
     unit; of a unit with more than `most_rows` records the first `most_rows` take part.
     `standardize`: a `Standardize` layer of the model, whose statistics are released by two queries of the plan.
     `clipping`: "flat", or "auto-s" (automatic clipping), which scales every gradient to a norm just below C.
+    `annealing`: take back steps that seem to raise the loss (SA-DP-SGD); that is asked of the data, by queries of the plan.
     `score`: how `tp-topk` and `on-topk` rank coordinates: "paper" or "factored".
     `ratio_schedule`: "constant", "linear" or "cosine" from all coordinates down to the plan's active ratio, or a
     callable from progress in [0, 1] to a ratio.
@@ -151,6 +154,10 @@ def fit(
     if clipping not in CLIPPINGS:
         raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
     check_queries(standardize, plan, model)
+    if annealing is not None:
+        query_of(annealing, plan)
+        if resume:
+            raise Refusal("a run with annealing cannot be resumed: what its queries said is lost")
     if micro_batch_size is not None:
         check_count("micro_batch_size", micro_batch_size)
     limit = parse_bytes(memory_limit) if memory_limit is not None else None
@@ -231,6 +238,11 @@ def fit(
             standardize.ask(records, mechanism if plan.spec.private else None, micro_batch_size or 512, device)
             if folder:
                 standing.save(folder.path, ledger)  # what was asked is not asked again
+        annealer = None
+        if annealing is not None:
+            annealer = Annealer(
+                annealing, model, losses, records, plan, mechanism, streams, micro_batch_size or 512, device
+            )
         for phase, numbers in enumerate(plan.phases):
             if learning_rates is not None:
                 for group in optimizer.param_groups:
@@ -255,6 +267,8 @@ def fit(
                         on_private_gradient(private)
                     norm = float(nn.utils.get_total_norm(private.values.values()))
                     updater.apply(private.values, support)
+                    if annealer is not None:
+                        annealer.judge()
                 else:
                     ledger.charge(phase, step, support.size)
                     with computing_in(precision, device):
