@@ -157,6 +157,7 @@ def table_context(make: Make = recipe) -> list[Recipe]:
     """The peers that can be run here, on CIFAR-10 with the same network."""
     rows: list[tuple[str, str, dict[str, Any]]] = [
         ("dp-sgd", "AUTO-S", {"clipping": "auto-s"}),
+        ("dp-sgd", "SA-DP-SGD", {"annealed": True}),
         ("on-rand", "random sparsification", {"ratio_schedule": "linear", "active_ratio": 0.3}),
     ]
     return [
@@ -168,10 +169,9 @@ def table_context(make: Make = recipe) -> list[Recipe]:
 
 
 def table_diagnostics(make: Make = recipe) -> list[Recipe]:
-    """Supports judged at the end of the warm-up, on training records that are held out."""
+    """Runs that keep training records out, on which supports are judged at the end of the warm-up."""
     return [
-        make(dataset, "tp-topk", epsilon, seed, held_out=HELD_OUT, variant="support quality")
-        for dataset in ("mnist", "fmnist", "cifar10")
+        make("cifar10", "tp-topk", epsilon, seed, held_out=HELD_OUT, variant="diagnostics")
         for epsilon in EPSILONS
         for seed in SEEDS
     ]
