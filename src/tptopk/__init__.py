@@ -11,7 +11,9 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.supports.advice import Advice, advise
 from tptopk.supports.support import Support
 from tptopk.supports.warmup import WarmUp
+from tptopk.training.annealing import Annealing
 from tptopk.training.evaluation import evaluate
+from tptopk.training.rows import mirrored, shifted
 from tptopk.training.run import Run, load
 from tptopk.training.standardize import Standardize
 from tptopk.training.trainer import fit
@@ -20,6 +22,7 @@ __version__ = version("tptopk")
 __all__ = [
     "METHODS",
     "Advice",
+    "Annealing",
     "ClippedSum",
     "Phase",
     "Plan",
@@ -36,4 +39,6 @@ __all__ = [
     "fit",
     "fix",
     "load",
+    "mirrored",
+    "shifted",
 ]

@@ -107,6 +107,31 @@ def test_a_whole_unit_moves_an_update_by_at_most_the_clip_norm():
     assert 0 < (with_unit - without).norm() <= 0.5 * 0.05 / 21 * (1 + 1e-3)
 
 
+def test_shifted_views_are_pieces_of_their_own_image():
+    torch.manual_seed(0)
+    images = torch.arange(2 * 3 * 8 * 8.0).view(2, 3, 8, 8)
+    seen = tptopk.shifted(40, 2)(images)
+    assert seen.shape == (2, 40, 3, 8, 8)
+    padded = F.pad(images, [2] * 4, mode="reflect")
+    places = set()
+    for view in range(40):
+        for one in range(2):
+            match = [
+                (down, right, mirror)
+                for down in range(5)
+                for right in range(5)
+                for mirror in (False, True)
+                if torch.equal(
+                    seen[one, view].flip(-1) if mirror else seen[one, view],
+                    padded[one, :, down : down + 8, right : right + 8],
+                )
+            ]
+            assert len(match) == 1
+            places |= set(match)
+    assert len(places) > 20, "of 50 ways to move an image, 80 draws see 40 on average"
+    assert torch.equal(tptopk.mirrored(images)[:, 1], images.flip(-1))
+
+
 def test_bad_views_and_units_are_refused():
     x, y = data()
     with pytest.raises(Refusal, match="give unit="):

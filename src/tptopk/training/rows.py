@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from tptopk.gradients.examples import Batch
@@ -18,6 +19,32 @@ from tptopk.privacy.refusal import Refusal, check_count
 from tptopk.training.sampling import Collate, Records
 
 Views = Callable[[Tensor], Tensor]  # inputs [B, …] → [B, V, …]
+
+
+def mirrored(images: Tensor) -> Tensor:
+    """Views: the image and its mirror."""
+    return torch.stack([images, images.flip(-1)], 1)
+
+
+def shifted(views: int, pixels: int = 4) -> Views:
+    """Views: that many versions of an image, each moved at random by up to `pixels` and mirrored or not."""
+    check_count("views", views)
+    check_count("pixels", pixels)
+
+    def move(images: Tensor) -> Tensor:  # [B, C, H, W]
+        batch, _, height, width = images.shape
+        padded = F.pad(images, [pixels] * 4, mode="reflect")
+        device, example = images.device, torch.arange(batch, device=images.device)[:, None, None]
+        found = []
+        for _ in range(views):
+            down, right = torch.randint(0, 2 * pixels + 1, (2, batch, 1), device=device)
+            rows = down + torch.arange(height, device=device)  # [B, H]
+            columns = right + torch.arange(width, device=device)
+            columns = torch.where(torch.rand(batch, 1, device=device) < 0.5, columns, columns.flip(1))
+            found.append(padded[example, :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2))
+        return torch.stack(found, 1)
+
+    return move
 
 
 class RowRecords(Records):
