@@ -53,9 +53,7 @@ def test_the_transform_is_what_its_definition_gives_by_direct_convolution():
     padded = torch.nn.functional.pad(images, [4] * 4, mode="reflect")[0].to(torch.complex128)
 
     def psi(j, n, grain):
-        return filter_at(
-            rows, rows, 0.8 * 2**j, (1 - n) * math.pi / angles, 0.75 * math.pi / 2**j, 4 / angles, grain
-        )
+        return filter_at(rows, rows, 0.8 * 2**j, (1 - n) * math.pi / angles, 0.75 * math.pi / 2**j, 4 / angles, grain)
 
     phi = {grain: filter_at(rows, rows, 1.6, 0.0, 0.0, 1.0, grain) for grain in (1, 2)}
     for channel in range(2):
@@ -88,7 +86,9 @@ def test_shapes_and_what_the_transform_cannot_see():
     flat = transform(torch.full((1, 1, 32, 32), 0.7))[0]
     assert torch.allclose(flat[0], torch.full((8, 8), 0.7), atol=1e-4), "the mean is kept"
     assert flat[1:].abs().max() < 1e-4, "wavelets have mean zero"
-    assert torch.allclose(gabor(40, 40, 1.6, 0.3, 0.0, 0.5).real.sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(
+        gabor(40, 40, 1.6, 0.3, 0.0, 0.5).real.sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-6
+    )
     assert not list(transform.parameters()) and not transform.state_dict()
     with pytest.raises(ValueError, match="squares of 4"):
         Scattering(30, 32)
