@@ -20,6 +20,7 @@ ALLOWED = {
     "diagnostics": {"privacy", "supports", "theory"},
     "settings": {"data", "privacy", "models"},
     "experiments": {*TRAINING, "training", "data", "models", "theory"},
+    "integrations": {*TRAINING, "training", "models"},
     "report": {*TRAINING, "training", "theory"},
     "cli": {*TRAINING, "training", "data", "models", "report", "settings", "experiments", "theory"},
 }

@@ -126,6 +126,19 @@ class Ledger:
             raise
         return self
 
+    @classmethod
+    def carried_on(cls, plan: Plan, taken: Mapping[int, int], lost: Mapping[int, int]) -> Ledger:
+        """A ledger in memory that goes on from kept counts: steps taken, and steps charged whose outcome was lost.
+
+        A plan with a target ε never costs more than that, lost steps among it; one without ends with its steps.
+        """
+        self = cls(plan)
+        self.steps, self.lost = Counter(taken), Counter(lost)
+        self._reserved = Counter(self.steps)
+        if plan.target_epsilon is not None:
+            self._allowed = _affordable(plan, self.lost, self.steps)
+        return self
+
     @property
     def charged(self) -> Counter[int]:
         """Phase index → steps charged in all attempts, whole blocks counted."""

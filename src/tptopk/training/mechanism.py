@@ -78,6 +78,14 @@ class Mechanism:
             total = part if total is None else total + part
         return self._release(total or zero_sum(self._model, numbers.clip_norm), support, phase, step)
 
+    def release(self, total: ClippedSum | None, support: Support, phase: int, step: int) -> PrivateGradient:
+        """One charged release of a sum over the step's records that was clipped elsewhere; None: no record was drawn."""
+        numbers = self._plan.phases[phase]
+        if total is not None and total.sensitivity() != numbers.clip_norm:
+            raise ValueError(f"the sum is clipped to {total.sensitivity()}, and the phase to {numbers.clip_norm}")
+        self._ledger.charge(phase, step, support.size)
+        return self._release(total or zero_sum(self._model, numbers.clip_norm), support, phase, step)
+
     def _sum(self, batch: Batch, support: Support, clip_norm: float) -> ClippedSum:
         """The clipped sum of these very records, in halves where they do not fit into memory."""
         examples = batch_length(batch)

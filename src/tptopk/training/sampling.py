@@ -60,17 +60,10 @@ class Records:
 
     def refuse_mixing_by_length(self, model: nn.Module, loss: PerExampleLoss, device: torch.device) -> None:
         """Refuse padding to the longest record of a batch where it changes another record's loss."""
-        if self.tensors is not None:
+        found = self.lengthened()
+        if found is None:
             return
-        record = self._dataset[0]
-        alike, longer = _made_up_record(record, 1), _made_up_record(record, 1, stretch=3)
-        try:
-            batches = [move(self._collate([_made_up_record(record, 0), other]), device) for other in (alike, longer)]
-        except Exception:  # records of different lengths cannot be put together at all: none can lengthen another
-            return
-        shapes = [[t.shape for t in tensors_of(batch)] for batch in batches]
-        if shapes[0] == shapes[1]:
-            return
+        batches = [move(batch, device) for batch in found]
         training = model.training
         model.eval()
         try:
@@ -86,6 +79,19 @@ class Records:
                 "records are padded to the longest of their batch, and that changes the loss of the others: a long record would influence "
                 "them past its clip. Pad every record to one public length, or mask the padding in the model"
             )
+
+    def lengthened(self) -> tuple[Batch, Batch] | None:
+        """Two made-up batches whose second records differ in length, if that changes the first record's shape too."""
+        if self.tensors is not None:
+            return None
+        record = self._dataset[0]
+        alike, longer = _made_up_record(record, 1), _made_up_record(record, 1, stretch=3)
+        try:
+            short, long = (self._collate([_made_up_record(record, 0), other]) for other in (alike, longer))
+        except Exception:  # records of different lengths cannot be put together at all: none can lengthen another
+            return None
+        same = [t.shape for t in tensors_of(short)] == [t.shape for t in tensors_of(long)]
+        return None if same else (short, long)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         return move(self.fetch(indices), device)
