@@ -19,9 +19,9 @@ ALLOWED = {
     "theory": {"privacy", "supports"},
     "diagnostics": {"privacy", "supports", "theory"},
     "settings": {"data", "privacy", "models"},
-    "experiments": {*TRAINING, "training", "data", "models", "theory"},
+    "experiments": {*TRAINING, "training", "data", "models", "theory", "diagnostics"},
     "integrations": {*TRAINING, "training", "models"},
-    "report": {*TRAINING, "training", "theory"},
+    "report": {*TRAINING, "training", "theory", "experiments"},
     "cli": {*TRAINING, "training", "data", "models", "report", "settings", "experiments", "theory"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))

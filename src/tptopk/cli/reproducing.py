@@ -2,47 +2,99 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from tptopk.cli.options import app
-from tptopk.experiments import recipes, reproduce
-from tptopk.privacy.refusal import Refusal
+from tptopk.experiments import recipes, reproduce, support_quality
+from tptopk.privacy.refusal import Refusal, nearest
+from tptopk.report.reproduction import is_drawn, write
+
+# What a person may ask for, and which results file it needs.
+TARGETS = {
+    **{f"table-{name}": name for name in recipes.TABLES},
+    "figure-energy": "diagnostics",
+    "figure-pipeline": "main",
+}
 
 
 @app.command("reproduce")
 def reproduce_(
-    table: Annotated[
-        str, typer.Argument(help="table-main, table-ratio, table-split, table-medical, table-context, …, all")
-    ],
+    target: Annotated[str, typer.Argument(help=f"{', '.join(TARGETS)}, or all")],
     quick: Annotated[bool, typer.Option(help="a reduced version for a CPU; its figures mean nothing")] = False,
-    results: Annotated[str, typer.Option(help="folder of the finished runs")] = "results",
+    render: Annotated[bool, typer.Option(help="run nothing; write the document from the runs that are there")] = False,
+    results: Annotated[str, typer.Option(help="folder of the finished runs; with --quick, its subfolder quick")] = (
+        "results"
+    ),
+    out: Annotated[
+        str | None,
+        typer.Option(help="the document; docs/reproduction.md, or with --quick beside its runs", show_default=False),
+    ] = None,
     data_dir: Annotated[str | None, typer.Option(help="folder with the benchmarks; TPTOPK_DATA unless given")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     only: Annotated[str | None, typer.Option(help="datasets, separated by commas")] = None,
     part: Annotated[str, typer.Option(help="which share of the runs, as 2/6: the second of six processes")] = "1/1",
 ) -> None:
-    """Run what a table needs and has not been run yet."""
-    names = list(recipes.TABLES) if table == "all" else [table.removeprefix("table-")]
-    share, _, shares = part.partition("/")
+    """Run what a table or figure needs and has not been run yet; then write the document, ours beside the paper's."""
+    if target != "all" and target not in TARGETS:
+        raise Refusal(f"unknown table or figure {target!r}{nearest(target, [*TARGETS, 'all'])}")
+    share, shares = _part(part)
+    folder = Path(results) / ("quick" if quick else "")
+    path = Path(out) if out is not None else folder / "reproduction.md" if quick else Path("docs/reproduction.md")
+    if not render:
+        for name in recipes.TABLES if target == "all" else [TARGETS[target]]:
+            wanted = _only(recipes.table_named(name, quick), only)
+            if target == "figure-pipeline":
+                wanted = [r for r in wanted if is_drawn(r.identity())]
+            wanted = reproduce.share_of(wanted, share, shares)
+            file = folder / f"{name}.jsonl"
+            run = support_quality.run_quality if name == "diagnostics" else None
+            reproduce.run_all(wanted, file, data_dir, device, _progress(name, len(wanted), _left(wanted, file)), run)
+    for complaint in write(folder, path, quick=quick):
+        print(f"warning: {complaint}", file=sys.stderr)
+    print(path)
+
+
+def _part(words: str) -> tuple[int, int]:
+    share, _, shares = words.partition("/")
     if not (share.isdigit() and shares.isdigit() and 1 <= int(share) <= int(shares)):
-        raise Refusal(f"part is {part!r}; it must be like 2/6")
-    for name in names:
-        wanted = recipes.table_named(name)
-        wanted = recipes.quick(wanted) if quick else wanted
-        if only is not None:
-            wanted = [r for r in wanted if r.dataset in only.split(",")]
-        wanted = reproduce.share_of(wanted, int(share), int(shares))
-        path = Path(results) / ("quick" if quick else "") / f"{name}.jsonl"
-        reproduce.run_all(
-            wanted, path, data_dir, device,
-            lambda result: print(
-                json.dumps({k: result[k] for k in ("dataset", "method", "target_epsilon", "variant", "seed", "accuracy", "seconds")}, ensure_ascii=False),
-                file=sys.stderr,
-                flush=True,
-            ),
-        )  # fmt: skip
+        raise Refusal(f"part is {words!r}; it must be like 2/6")
+    return int(share), int(shares)
+
+
+def _only(wanted: list[recipes.Recipe], only: str | None) -> list[recipes.Recipe]:
+    if only is None:
+        return wanted
+    named = only.split(",")
+    for dataset in named:
+        if dataset not in recipes.SETTINGS:
+            raise Refusal(f"unknown dataset {dataset!r}{nearest(dataset, recipes.SETTINGS)}")
+    return [r for r in wanted if r.dataset in named]
+
+
+def _left(wanted: list[recipes.Recipe], file: Path) -> int:
+    return len(reproduce.pending(wanted, file))
+
+
+def _progress(name: str, total: int, left: int) -> Callable[[dict[str, Any]], None]:
+    """A line on standard error for every run that ends."""
+    done = total - left
+    print(f"{name}: {done} of {total} runs are there already", file=sys.stderr, flush=True)
+
+    def show(result: dict[str, Any]) -> None:
+        nonlocal done
+        done += 1
+        r = result["recipe"]
+        accuracy = result.get("accuracy", result.get("held_out_accuracy"))
+        print(
+            f"{name} {done}/{total}: {r['dataset']} {r['method']} ε = {r['target_epsilon']:g} {r['variant']} seed {r['seed']}: "
+            f"accuracy {accuracy:.2f}, {result['seconds']:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return show

@@ -87,16 +87,18 @@ def recipe(dataset: str, method: str, epsilon: float, seed: int, **changes: Any)
     try:
         found = tuned()[dataset][f"{epsilon:g}"][method]
     except KeyError as error:
-        raise Refusal(f"{TUNED.name} has nothing for {method} on {dataset} at ε = {epsilon:g}: tune it first") from error
+        raise Refusal(
+            f"{TUNED.name} has nothing for {method} on {dataset} at ε = {epsilon:g}: tune it first"
+        ) from error
     chosen = {key: value for key, value in found.items() if key != "held_out"}
     return Recipe(dataset, method, epsilon, seed, **{**SETTINGS[dataset], **chosen, **changes})
 
 
 def quick_recipe(dataset: str, method: str, epsilon: float, seed: int, **changes: Any) -> Recipe:
     """The same cell on few records with one linear layer, untuned: for a look at the machinery. Its figures mean nothing."""
-    reduced = {"records": 600, "batch_size": 100, "epochs": 1.5, "learning_rate": 1.0, "network": "scatter-linear"}
+    reduced = {"records": 300, "batch_size": 60, "epochs": 1.5, "learning_rate": 1.0, "network": "scatter-linear"}
     held_out = min(100, changes.pop("held_out", 0))
-    return Recipe(dataset, method, epsilon, seed, held_out=held_out, **{**reduced, **changes})  # type: ignore[arg-type]
+    return Recipe(dataset, method, epsilon, seed, held_out=held_out, **{**reduced, **changes})
 
 
 Make = Callable[..., Recipe]  # (dataset, method, ε, seed, **changes) → the recipe of that cell

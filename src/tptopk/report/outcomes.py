@@ -1,0 +1,155 @@
+"""The finished runs of the paper's tables: what is there, means over seeds, and paired differences with intervals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from scipy import stats  # type: ignore[import-untyped]
+
+from tptopk.experiments import recipes
+from tptopk.experiments.reproduce import read_results
+from tptopk.privacy.refusal import Refusal
+
+LEVEL = 0.95
+CELL = ("dataset", "method", "target_epsilon", "variant", "seed")  # what tells the runs of one table apart
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample standard deviation over seeds."""
+
+    mean: float
+    std: float | None  # None for one seed
+    seeds: int
+
+    def words(self, digits: int = 2, of: int | None = None) -> str:
+        """`97.50 ± 0.12`, and how many seeds where not all `of` them are there."""
+        spread = "" if self.std is None else f" ± {self.std:.{digits}f}"
+        short = f" ({self.seeds} of {of} seeds)" if of is not None and self.seeds < of else ""
+        return f"{self.mean:.{digits}f}{spread}{short}"
+
+
+def spread(values: BySeed) -> Spread | None:
+    found = list(values.values())
+    return Spread(mean(found), stdev(found) if len(found) > 1 else None, len(found)) if found else None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of the differences by seed, with a t interval where there are two seeds or more."""
+
+    mean: float
+    interval: tuple[float, float] | None
+    seeds: int
+
+    @property
+    def verdict(self) -> str:
+        if self.interval is None:
+            return "one seed: no interval"
+        low, high = self.interval
+        return "higher" if low > 0 else "lower" if high < 0 else "no difference seen"
+
+    def words(self, digits: int = 2) -> str:
+        if self.interval is None:
+            return f"{self.mean:+.{digits}f}"
+        low, high = self.interval
+        return f"{self.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+
+    def agrees(self, paper: float) -> str:
+        """Whether it says what the paper's difference says: its direction, and its size where the interval can tell."""
+        if self.interval is None:
+            return "one seed: no interval"
+        low, high = self.interval
+        inside = low <= paper <= high
+        if self.verdict == "no difference seen":
+            return "undecided: 0 and the paper's lie in the interval" if inside else "no: the paper's lies outside"
+        if (self.mean > 0) != (paper > 0):
+            return "no: the opposite"
+        return "yes" if inside else "yes in direction; the paper's size lies outside"
+
+
+def paired(values: BySeed, others: BySeed) -> Difference | None:
+    """values − others on the seeds that both have; None where they share none."""
+    found = [values[seed] - others[seed] for seed in sorted(set(values) & set(others))]
+    if not found:
+        return None
+    if len(found) == 1:
+        return Difference(found[0], None, 1)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(found) - 1)) * stdev(found) / math.sqrt(len(found))
+    return Difference(mean(found), (mean(found) - half, mean(found) + half), len(found))
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """The runs of one results file."""
+
+    name: str
+    runs: list[dict[str, Any]]
+    wanted: int  # how many runs the table has
+    seeds: int  # of each cell
+    outdated: int = 0  # runs of a cell by another recipe than today's; they are not shown
+
+    @property
+    def there(self) -> int:
+        """Finished runs of the table's own cells."""
+        return len({_cell(run["recipe"]) for run in self.runs if not run.get("extra")})
+
+    @property
+    def seconds(self) -> float:
+        """Of all runs; lines of one run count once."""
+        return sum({_cell(run["recipe"]): float(run.get("seconds", 0.0)) for run in self.runs}.values())
+
+    def select(self, **wanted: Any) -> list[dict[str, Any]]:
+        """Runs whose recipes have these values."""
+        return [run for run in self.runs if all(run["recipe"].get(key) == value for key, value in wanted.items())]
+
+    def values(self, measure: str = "accuracy", **wanted: Any) -> dict[int, float]:
+        """seed → measure of the runs whose recipes have these values."""
+        found = {}
+        for run in self.select(**wanted):
+            if not isinstance(run.get(measure), (int, float)):
+                raise Refusal(f"a run of {self.name}.jsonl has no {measure}: {json.dumps(run['recipe'])[:200]}")
+            found[run["recipe"]["seed"]] = float(run[measure])
+        return found
+
+    def variants(self, method: str) -> list[str]:
+        """Of a method, beside the paper's setting, in the order of the file."""
+        named = [run["recipe"]["variant"] for run in self.select(method=method)]
+        return [variant for variant in dict.fromkeys(named) if variant != recipes.PAPER]
+
+
+def read(folder: Path, name: str, *, quick: bool = False) -> Outcomes:
+    """A table's results file: the newest line of each run, without those of outdated recipes."""
+    cells = recipes.TABLES[name](recipes.quick_recipe)
+    seeds = 1 if quick else len(recipes.SEEDS)
+    expected = {_cell(r.identity()) for r in cells if r.seed in recipes.SEEDS[:seeds]}
+    try:
+        known = [_plain(r.identity()) for r in recipes.table_named(name, quick)]
+    except Refusal:  # nothing is tuned yet: any run of a cell counts
+        known = None
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    outdated = 0
+    for run in read_results(folder / f"{name}.jsonl"):
+        cell = _cell(run["recipe"])
+        if cell in expected and known is not None and _plain(run["recipe"]) not in known:
+            outdated += 1
+        else:
+            found[*cell, run["recipe"].get("score")] = {**run, "extra": cell not in expected}
+    return Outcomes(name, list(found.values()), len(expected), seeds, outdated)
+
+
+def _cell(recipe: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(recipe.get(key) for key in CELL)
+
+
+def _plain(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the score where a run is judged by each of them."""
+    diagnostic = recipe.get("variant") == "diagnostics"
+    return {key: value for key, value in recipe.items() if not (diagnostic and key == "score")}
