@@ -1,0 +1,86 @@
+"""The optimizer that make_private returns, and virtual batches for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from tptopk.integrations.opacus.loader import PoissonLoader
+from tptopk.integrations.opacus.steps import PrivateSteps
+from tptopk.privacy.plan import Phase
+from tptopk.privacy.refusal import Refusal, refuse_unknown_keywords
+
+
+class PrivateOptimizer(Optimizer):
+    """The user's optimizer, whose `step` applies what the mechanism releases and nothing else."""
+
+    def __init__(self, original: Optimizer, steps: PrivateSteps, divisor: float) -> None:
+        self.original_optimizer, self.expected_batch_size, self._private_steps = original, divisor, steps
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._private_steps.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._private_steps.zero_grad()
+        self.original_optimizer.zero_grad(set_to_none)
+
+    @property
+    def _phase(self) -> Phase:
+        return self._private_steps.plan.phases[(self._private_steps.next_step or (-1, 0))[0]]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ of the phase that the next step is in."""
+        return self._phase.noise_multiplier
+
+    @property
+    def max_grad_norm(self) -> float:
+        return self._phase.clip_norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise Refusal(
+            "the parameters of a private optimizer are settled; build the optimizer whole before make_private"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.original_optimizer.load_state_dict(dict(state_dict))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["original_optimizer"], name)
+
+    def __repr__(self) -> str:
+        return f"private {self.original_optimizer!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a private optimizer is not copied or pickled; save its state_dict()")
+
+
+class BatchMemoryManager:
+    """Samples in physical batches of at most `max_physical_batch_size` records; the optimizer steps after the last part."""
+
+    @refuse_unknown_keywords
+    def __init__(
+        self, *, data_loader: PoissonLoader, max_physical_batch_size: int, optimizer: PrivateOptimizer
+    ) -> None:
+        if not isinstance(data_loader, PoissonLoader) or not isinstance(optimizer, PrivateOptimizer):
+            raise Refusal("BatchMemoryManager takes the loader and the optimizer that make_private returned")
+        if data_loader.draws is not optimizer._private_steps:
+            raise Refusal("the loader and the optimizer are of two different trainings")
+        self._loader = data_loader.in_parts(max_physical_batch_size)
+
+    def __enter__(self) -> PoissonLoader:
+        return self._loader
+
+    def __exit__(self, *error: object) -> None:
+        return

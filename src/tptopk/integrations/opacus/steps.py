@@ -1,0 +1,344 @@
+"""Private steps around somebody else's training loop: drawn, run forward, run backward, and then paid for.
+
+The loop draws a batch from the private loader; hooks on the module, there for the length of its forward pass, record
+every layer's call; the loop's own backward pass brings the calls their gradients; `step` clips, charges, draws noise
+and moves the model. What a loop may do otherwise, and what comes of it:
+
+==============================================  =================================================================
+the loop                                        what happens
+==============================================  =================================================================
+steps without a batch, or twice on one          refused: nothing charged, nothing moved
+steps on a batch without running backward       refused, unless the batch is empty: then it adds nothing but noise
+runs backward twice over one forward pass       refused: add the losses up
+runs forward and backward twice on a batch      the gradients of each record add up and are clipped as one
+goes on to the next batch without a step        in training mode, charged all the same; an empty batch makes its noisy step
+looks at a batch alone, begins a new pass       free: the module was not run on it
+runs the module in evaluation mode or no_grad   not recorded
+==============================================  =================================================================
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from tptopk.gradients.capture import Capture, NotCaptured
+from tptopk.gradients.clipping import Clip, ClippedSum
+from tptopk.gradients.examples import Batch
+from tptopk.gradients.precision import computing_in
+from tptopk.gradients.rules import Call
+from tptopk.integrations.opacus.loader import Part
+from tptopk.integrations.opacus.probe import probe
+from tptopk.privacy.ledger import BudgetSpent, Ledger
+from tptopk.privacy.plan import Plan, PrivacyWarning
+from tptopk.privacy.randomness import Streams
+from tptopk.privacy.refusal import Refusal
+from tptopk.supports.policies import SupportPolicy
+from tptopk.supports.support import Support, trainable
+from tptopk.training.mechanism import Mechanism
+from tptopk.training.sampling import PoissonSampler
+from tptopk.training.updates import Updater
+
+
+class Recording(Capture):
+    """The calls of one physical batch, brought their gradients by the loop's own backward pass.
+
+    `scale` takes a mean's division by the batch back, so that gradients are those of each example's own loss.
+    """
+
+    def __init__(self, model: nn.Module, batch: int, scale: float) -> None:
+        super().__init__(model, batch)
+        self._scale = scale
+
+    @property
+    def heard(self) -> bool:
+        return any(gradient is not None for call in self.calls for gradient in call.gradients)
+
+    def drop_heard(self) -> None:
+        """What `zero_grad` does: gradients are dropped, a forward pass that still waits for backward is not."""
+        self.calls = [call for call in self.calls if all(gradient is None for gradient in call.gradients)]
+
+    def _record(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        try:
+            return super()._record(module, args, kwargs, output)
+        except NotCaptured as error:
+            raise Refusal(
+                f"{error}. In training mode the module takes the batch that was drawn, whole; other data goes through it in "
+                "evaluation mode or under torch.no_grad()"
+            ) from error
+
+    def _hearer(self, call: Call, output: int) -> Callable[[Tensor | None], None]:
+        def hear(gradient: Tensor | None) -> None:
+            if gradient is None:
+                return
+            if call.gradients[output] is not None:
+                raise RuntimeError(
+                    "backward ran twice over one forward pass; add the losses up and call backward once. Nothing was charged"
+                )
+            call.gradients[output] = gradient.detach() * self._scale
+
+        return hear
+
+
+@dataclass
+class Drawn:
+    """The batch that the loop was given last, and what has been made of it."""
+
+    part: Part
+    number: int  # of the pass over the loader
+    step: tuple[int, int] | None  # phase and step of the plan that it is for; None: the plan has none left
+    recording: Recording | None = None
+    ran: bool = False  # whether the module was run on some part of the sample
+    stepped: bool = False  # whether `step` was called for this part
+    total: ClippedSum | None = None  # of the parts so far
+
+
+class Door:
+    """A hook of the module: of a copied or pickled module it is another's, and does nothing."""
+
+    def __init__(self, module: nn.Module, act: Callable[..., None]) -> None:
+        self._module, self._act = module, act
+
+    def __call__(self, module: nn.Module, *given: Any) -> None:
+        if module is self._module:
+            self._act(*given)
+
+    def __deepcopy__(self, memo: object) -> Door:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return closed_door, ()
+
+
+def closed_door() -> Callable[..., None]:
+    return _nothing
+
+
+def _nothing(*given: Any) -> None:
+    return
+
+
+class PrivateSteps:
+    """Everything between the loader, the module and the optimizer of one training."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        plan: Plan,
+        *,
+        clipping: str,
+        loss_reduction: str,
+        divisor: float,
+        secure: bool,
+    ) -> None:
+        """`divisor`: what the loop expects its sums to be divided by, a public number."""
+        self.module, self.optimizer, self.plan, self.ledger = module, optimizer, plan, Ledger(plan)
+        self.sample_rate, self.dataset_size = plan.phases[0].sample_rate, plan.dataset_size
+        self.device = next(module.parameters()).device
+        self.run = secrets.token_hex(8)
+        self._parameters = trainable(module)
+        self._clipping, self._mean, self._secure = clipping, loss_reduction == "mean", secure
+        self._scale = plan.expected_batch_size(plan.phases[0]) / divisor
+        self._drawn: Drawn | None = None
+        self._depth, self._passes, self._samples = 0, 0, 0
+        self._probed = self._said = False
+        self.policy = SupportPolicy(plan, Support.full(module), lambda n: self._streams.numpy("support", n))
+        self._renew()
+        module.register_forward_pre_hook(Door(module, self._enter), with_kwargs=True, prepend=True)
+        module.register_forward_hook(Door(module, self._leave), always_call=True)
+        for p in self._parameters.values():
+            p.register_post_accumulate_grad_hook(_discard)  # type: ignore[no-untyped-call]  # no gradient but the mechanism's is ever seen
+
+    def _renew(self) -> None:
+        """Fresh randomness: no noise or sample of before is ever drawn again."""
+        self._streams = Streams(run=self.run, secure=self._secure)
+        self._sampler = PoissonSampler(self.dataset_size, self._streams)
+        self._mechanism = Mechanism(self.module, _no_loss, self.plan, self.ledger, self._streams)
+        self._updater = Updater(self.module, self.optimizer)
+
+    @property
+    def next_step(self) -> tuple[int, int] | None:
+        """The phase and step of the plan that come next; None when all are taken."""
+        for phase, numbers in enumerate(self.plan.phases):
+            if self.ledger.steps[phase] < numbers.steps:
+                return phase, self.ledger.steps[phase]
+        return None
+
+    # The loader's side.
+
+    def sample(self) -> Tensor:
+        self._samples += 1
+        return self._sampler.sample(0, self._samples, self.sample_rate)
+
+    def begin_pass(self) -> int:
+        self._passes += 1
+        return self._passes
+
+    def given(self, part: Part, number: int) -> None:
+        if number != self._passes:
+            raise RuntimeError("another pass over the private loader has begun since; one pass at a time")
+        if part.first or self._drawn is None:
+            self.settle(passed_over=self._drawn is not None and self._drawn.number == number)
+            self._drawn = Drawn(part, number, self.next_step)
+        else:
+            self._close_recording()
+            self._drawn.part, self._drawn.stepped = part, False
+
+    def end_pass(self, number: int) -> None:
+        if number == self._passes:
+            self.settle(passed_over=True)
+
+    def settle(self, *, passed_over: bool = False) -> None:
+        """Charge the batch that was drawn and never stepped on, if the loop used it or went on past it in training."""
+        drawn = self._drawn
+        self._close_recording()
+        self._drawn = None
+        if drawn is None or (drawn.stepped and drawn.part.last) or drawn.step is None or self.ledger.steps_allowed < 1:
+            return
+        if not (drawn.ran or (passed_over and self.module.training)):
+            return
+        support = self.policy.support(*drawn.step)
+        if drawn.part.whole == 0:
+            self._release(None, support, *drawn.step)
+            return
+        self.ledger.charge(*drawn.step, support.size)
+        if not self._said:
+            self._said = True
+            warnings.warn(
+                "a batch was drawn for training and optimizer.step() was not called on it: it is charged all the same, because "
+                "leaving it out may depend on its records",
+                PrivacyWarning,
+                stacklevel=4,
+            )
+
+    # The module's side.
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth += 1
+        drawn = self._drawn
+        if self._depth > 1 or not (self.module.training and torch.is_grad_enabled()) or drawn is None or drawn.stepped:
+            return
+        self._check_unchanged()
+        if not self._probed:
+            probe(self.module, args, kwargs, drawn.part.size, self.sample_rate, self.dataset_size)
+            self._probed = True
+        drawn.ran = True
+        if drawn.part.size:
+            if drawn.recording is None:
+                scale = float(drawn.part.size) if self._mean else 1.0
+                drawn.recording = Recording(self.module, drawn.part.size, scale)
+            drawn.recording.__enter__()
+
+    def _leave(self, args: object, output: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth == 0 and self._drawn is not None and self._drawn.recording is not None:
+            self._drawn.recording.__exit__(None, None, None)
+
+    def _close_recording(self) -> None:
+        if self._drawn is not None and self._drawn.recording is not None:
+            self._drawn.recording.__exit__(None, None, None)
+            self._drawn.recording = None
+
+    def _check_unchanged(self) -> None:
+        now = trainable(self.module)
+        if now.keys() != self._parameters.keys() or any(p is not self._parameters[name] for name, p in now.items()):
+            raise Refusal(
+                "the module's trainable parameters are not those that were made private; freeze and move before make_private"
+            )
+        if any(p.device != self.device for p in now.values()):
+            raise Refusal(
+                f"the module was made private on {self.device} and has been moved; move it before make_private"
+            )
+
+    # The optimizer's side.
+
+    def zero_grad(self) -> None:
+        if self._drawn is not None and self._drawn.recording is not None:
+            self._drawn.recording.drop_heard()
+
+    def step(self) -> bool:
+        """Clip and add up the batch; after the last part of a sample, charge, release and move the model."""
+        drawn = self._drawn
+        if drawn is None or drawn.stepped:
+            raise RuntimeError(
+                "there is no batch to step on: every step takes a batch of its own, drawn from the loader that make_private "
+                "returned. Nothing was charged"
+            )
+        if drawn.step is None or self.ledger.steps_allowed < 1:
+            raise BudgetSpent(
+                f"the {sum(self.ledger.charged.values())} steps charged are all that the plan pays for; plan more epochs. "
+                "Nothing was charged"
+            )
+        support = self.policy.support(*drawn.step)
+        if drawn.part.size:
+            part = self._clipped(drawn, support)
+            drawn.total = part if drawn.total is None else drawn.total + part
+        self._close_recording()
+        drawn.stepped = True
+        if not drawn.part.last:
+            return False
+        total, drawn.total = drawn.total, None
+        self._release(total, support, *drawn.step)
+        return True
+
+    def _clipped(self, drawn: Drawn, support: Support) -> ClippedSum:
+        assert drawn.step is not None
+        if drawn.recording is None or not drawn.recording.heard:
+            raise RuntimeError(
+                "optimizer.step() before loss.backward() on the batch: run the module itself, in training mode, on the batch that "
+                "was drawn, then backward. Nothing was charged"
+            )
+        self._check_unchanged()
+        clip_norm = self.plan.phases[drawn.step[0]].clip_norm
+        with torch.no_grad(), computing_in("fp32", self.device):
+            clip = Clip(support, self._clipping)
+            for name, contribution in drawn.recording.contributions().items():
+                clip.receive(name, contribution)
+            weights, finite = clip.weights(drawn.part.size, clip_norm, 0.0, self.device)
+            left_out = None if bool(finite.all()) else ~finite
+            shapes = {name: mask.shape for name, mask in support.masks.items()}
+            return ClippedSum(clip.sum(weights, left_out), shapes, clip_norm)
+
+    def _release(self, total: ClippedSum | None, support: Support, phase: int, step: int) -> None:
+        private = self._mechanism.release(total, support, phase, step)
+        self.policy.observe(private)
+        values: Mapping[str, Tensor] = private.values
+        if self._scale != 1.0:
+            values = {name: value * self._scale for name, value in values.items()}
+        self._updater.apply(values, support)
+
+    # Where a checkpoint was.
+
+    def counts(self) -> Mapping[str, Any]:
+        return {"run": self.run, "taken": dict(self.ledger.steps), "charged": dict(self.ledger.charged)}
+
+    def stand_at(self, run: str, taken: Mapping[int, int], charged: Mapping[int, int]) -> None:
+        """Go on from a checkpoint's counts. What this process has charged besides stays charged, as lost steps."""
+        here = self.ledger.charged
+        lost = {}
+        for phase in range(len(self.plan.phases)):
+            then = charged.get(phase, 0)
+            total = max(then, here[phase]) if run == self.run else then + here[phase]
+            lost[phase] = total - taken.get(phase, 0)
+        if any(count < 0 for count in lost.values()):
+            raise Refusal("the checkpoint holds more steps than were charged")
+        self._close_recording()
+        self._drawn, self.run = None, run
+        self.ledger = Ledger.carried_on(self.plan, taken, lost)
+        self._renew()
+
+
+def _discard(p: Tensor) -> None:
+    p.grad = None
+
+
+def _no_loss(model: nn.Module, batch: Batch) -> Tensor:
+    raise RuntimeError("sums come from the loop's own backward pass")
