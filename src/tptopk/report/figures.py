@@ -24,7 +24,7 @@ def energy_figure(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
     figure, panels = _pyplot().subplots(
-        len(datasets), 2, figsize=(10, 4.2 * len(datasets)), layout="constrained", squeeze=False
+        len(datasets), 2, figsize=(10, 4.6 * len(datasets)), layout="constrained", squeeze=False
     )
     for (left, right), dataset in zip(panels, datasets, strict=True):
         own = [row for row in rows if row["dataset"] == dataset]
@@ -60,7 +60,7 @@ def _concentration(axes: Any, rows: Sequence[Mapping[str, Any]], dataset: str) -
     axes.minorticks_off()
     axes.set(ylim=(0, 1.03), xlabel="largest coordinates, share of d", ylabel="share of the true gradient's energy")
     axes.set_title(f"{dataset}: energy at the end of the warm-up", fontsize=10, color=INK, loc="left")
-    axes.legend(fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 0.06))
+    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     _plain(axes, "y")
 
 
@@ -98,9 +98,9 @@ def _supports(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
             label = "best possible support" if place == 0 else None
             axes.hlines(mean(known), place - 0.42, place + 0.42, color=INK, linewidth=2.5, label=label)
     axes.set_xticks(range(len(epsilons)), [f"ε = {epsilon:g}" for epsilon in epsilons])
-    axes.set(ylim=(0, 1.35), yticks=[0, 0.2, 0.4, 0.6, 0.8, 1.0], ylabel="share of the true gradient's energy")
+    axes.set(ylim=(0, 1.03), ylabel="share of the true gradient's energy")
     axes.set_title("what the chosen supports hold (dots: seeds)", fontsize=10, color=INK, loc="left")
-    axes.legend(fontsize=8, frameon=False, loc="upper left", ncols=2)
+    axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     _plain(axes, "y")
 
 
@@ -147,8 +147,8 @@ def pipeline_figure(run: Mapping[str, Any], path: str | Path) -> None:
             ],
         ),
     ]
-    figure, axes = _pyplot().subplots(figsize=(11, 4.6), layout="constrained")
-    axes.set(xlim=(0, 11), ylim=(0, 4.6))
+    figure, axes = _pyplot().subplots(figsize=(11, 4.1), layout="constrained")
+    axes.set(xlim=(0, 11), ylim=(0.15, 3.9))
     axes.axis("off")
     for place, (title, what, lines) in enumerate(boxes):
         x, private = 0.15 + 3.7 * place, place != 1

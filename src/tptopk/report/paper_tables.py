@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from statistics import mean
 from typing import Any, NamedTuple
 
 from tptopk.experiments import published, recipes
@@ -118,7 +117,7 @@ def main_summary(main: Outcomes) -> str:
         found = differences(main, comparison)
         verdicts = Counter(NOT_RUN if d is None else d.verdict for d in found.values())
         theirs = [(comparison.paper(*place), d) for place, d in found.items()]
-        agreed = Counter(d.agrees(p).split()[0].strip(":;") for p, d in theirs if d is not None and p is not None)
+        agreed = Counter(d.agrees(p).split(":")[0].split(";")[0] for p, d in theirs if d is not None and p is not None)
         intervals += sum(d is not None and d.interval is not None for d in found.values())
         in_paper = [p for p, _ in theirs if p is not None]
         rows.append(
@@ -131,11 +130,13 @@ def main_summary(main: Outcomes) -> str:
                 ),
                 str(verdicts[NOT_RUN]),
                 f"{sum(p > 0 for p in in_paper)} of {len(in_paper)}" if in_paper else "–",
-                " / ".join(str(agreed[word]) for word in ("yes", "undecided", "no")) if in_paper else "–",
+                " / ".join(str(agreed[word]) for word in ("yes", "yes in direction", "undecided", "no"))
+                if in_paper
+                else "–",
             ]
         )
     head = ["comparison", "cells", "higher", "lower", "no difference seen", "one seed", NOT_RUN]
-    text = table([*head, "higher in the paper", "reproduced: yes / undecided / no"], rows)
+    text = table([*head, "higher in the paper", "reproduced: yes / in direction / undecided / no"], rows)
     if intervals:
         text += f"\n\nOf {intervals} such intervals about {0.05 * intervals:.1f} exclude 0 by chance alone when nothing differs."
     levels = [
@@ -160,9 +161,6 @@ def ratio_table(ratio: Outcomes) -> str:
         for epsilon in (8.0, 1.0):
             where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
             dense = ratio.values(method="dp-sgd", **where)
-            rows.append(
-                [NAMES[dataset], f"{epsilon:g}", "1 (dp-sgd)", cell(ratio, method="dp-sgd", **where), "–", "–", "–", "–", "–", "–"]
-            )  # fmt: skip
             gaps = {}
             for value in recipes.RATIOS:
                 own: dict[str, Any] = {**where, "variant": f"ρ = {value:g}"}
@@ -173,7 +171,7 @@ def ratio_table(ratio: Outcomes) -> str:
                 theirs = None if paper is None else paper[1] - paper[0]
                 rows.append(
                     [
-                        NAMES[dataset], f"{epsilon:g}", f"{value:g}",
+                        NAMES[dataset], f"{epsilon:g}", f"{value:g}", cell(ratio, method="dp-sgd", **where),
                         *(cell(ratio, method=method, **own) for method in ("tp-rand", "tp-topk")),
                         "–" if paper is None else f"{paper[0]:.2f} / {paper[1]:.2f}",
                         *judged(gap, theirs)[:3],
@@ -181,7 +179,7 @@ def ratio_table(ratio: Outcomes) -> str:
                     ]
                 )  # fmt: skip
             notes += _trend(dataset, epsilon, gaps)
-    head = ["dataset", "ε", "ρ", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd"]  # fmt: skip
+    head = ["dataset", "ε", "ρ", "dp-sgd (ρ = 1)", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd"]  # fmt: skip
     return table(head, rows) + "".join(f"\n\n{note}" for note in notes)
 
 
@@ -190,12 +188,17 @@ def _trend(dataset: str, epsilon: float, gaps: dict[float, Difference | None]) -
     known = [(value, gap.mean) for value, gap in sorted(gaps.items()) if gap is not None]
     if len(known) < 2:
         return []
-    falls = sum(b < a for (_, a), (_, b) in pairwise(known))
     listed = ", ".join(f"{gap:+.2f} (ρ = {value:g})" for value, gap in known)
-    return [
-        f"{NAMES[dataset]}, ε = {epsilon:g}: the mean gap tp-topk − tp-rand is {listed}; it falls at {falls} of {len(known) - 1} steps "
-        "towards larger ρ. The paper says that it falls at every step."
-    ]
+    text = f"{NAMES[dataset]}, ε = {epsilon:g}: the mean gap tp-topk − tp-rand is {listed}; towards larger ρ it falls at {_falls(known)}"
+    if epsilon == 8.0:
+        paper = [(v, chosen - chance) for (d, v), (chance, chosen) in sorted(published.RATIO.items()) if d == dataset]
+        text += f", of those from ρ = .2 to .8 at {_falls([k for k in known if 0.2 <= k[0] <= 0.8])}; in the paper at {_falls(paper)}"
+    return [text + "."]
+
+
+def _falls(gaps: Sequence[tuple[float, float]]) -> str:
+    steps = list(pairwise(gap for _, gap in gaps))
+    return f"{sum(after < before for before, after in steps)} of {len(steps)} steps"
 
 
 def split_table(split: Outcomes) -> str:
@@ -235,130 +238,3 @@ def split_table(split: Outcomes) -> str:
         if place != (0.3, 0.3)
     ]
     return text + "\n\n" + table(["splits", *JUDGED], rows)
-
-
-# ---- The stand-in for EyePACS ----------------------------------------------------------------------------------------
-
-MEDICAL = {  # measure → what it is called, digits, factor
-    "auc": ("AUC × 100", 2, 100.0),
-    "balanced_accuracy": ("balanced accuracy", 3, 1.0),
-    "sensitivity": ("sensitivity", 3, 1.0),
-    "specificity": ("specificity", 3, 1.0),
-    "minority_recall": ("minority recall", 3, 1.0),
-}
-OF_EYEPACS: dict[str, Callable[[published.Medical], float]] = {
-    "auc": lambda m: m.auc,
-    "balanced_accuracy": lambda m: m.balanced_accuracy,
-    "sensitivity": lambda m: m.sensitivity,
-    "specificity": lambda m: m.specificity,
-    "minority_recall": lambda m: m.sensitivity,
-}
-
-
-def medical_table(medical: Outcomes) -> str:
-    rows = []
-    for epsilon in (8.0, 3.0):
-        for method in published.EYEPACS:
-            if method == "non-private" and epsilon != 8.0:
-                continue
-            shown = "∞" if method == "non-private" else f"{epsilon:g}"
-            own = [
-                cell(medical, measure, digits, scale, method=method, target_epsilon=epsilon)
-                for measure, (_, digits, scale) in MEDICAL.items()
-            ]
-            rows.append([NAMES["pneumoniamnist"], shown, method, *own])
-    for method, theirs in published.EYEPACS.items():
-        values = [
-            f"{OF_EYEPACS[m](theirs):.{min(digits, 3) if m != 'auc' else 1}f}" for m, (_, digits, _) in MEDICAL.items()
-        ]
-        rows.append(["EyePACS (the paper)", "∞" if method == "non-private" else "8", method, *values])
-    text = table(["dataset", "ε", "method", *(name for name, _, _ in MEDICAL.values())], rows)
-    lines = []
-    for measure in ("auc", "balanced_accuracy", "minority_recall"):
-        name, digits, scale = MEDICAL[measure]
-        of = OF_EYEPACS[measure]
-        for epsilon in (8.0, 3.0):
-            for other in ("tp-rand", "dp-sgd"):
-                one, two = (
-                    {s: scale * v for s, v in medical.values(measure, method=m, target_epsilon=epsilon).items()}
-                    for m in ("tp-topk", other)
-                )
-                paper = of(published.EYEPACS["tp-topk"]) - of(published.EYEPACS[other]) if epsilon == 8.0 else None
-                found = judged(paired(one, two), paper, digits)
-                lines.append([name, f"{epsilon:g}", f"tp-topk − {other}", *found[:3]])
-    head = ["measure", "ε", "difference", "PneumoniaMNIST (stand-in) [95% interval]", "verdict", "EyePACS (the paper)"]
-    return text + "\n\n" + table(head, lines)
-
-
-# ---- Context ---------------------------------------------------------------------------------------------------------
-
-
-def context_table(context: Outcomes, main: Outcomes) -> str:
-    rows = []
-    for dataset in ("mnist", "fmnist", "cifar10"):
-        own: list[tuple[str, Outcomes, dict[str, Any]]] = [
-            (method, main, {"method": method, "variant": PAPER}) for method in ("dp-sgd", "tp-rand", "tp-topk")
-        ]
-        if dataset == "cifar10":
-            peers = [r for r in recipes.table_context(recipes.quick_recipe) if r.seed == recipes.SEEDS[0]]
-            own += [
-                (f"{variant} ({method})", context, {"method": method, "variant": variant})
-                for method, variant in dict.fromkeys((r.method, r.variant) for r in peers)
-            ]
-        for label, outcomes, wanted in own:
-            cells = [cell(outcomes, dataset=dataset, target_epsilon=e, **wanted) for e in recipes.EPSILONS]
-            rows.append([NAMES[dataset], label, *cells, "–", "ours"])
-        for row in [*published.CONTEXT, *published.BEST]:
-            if row.dataset == dataset:
-                others = [f"{value:.1f} (ε = {e:g})" for e, value in row.accuracy.items() if e not in recipes.EPSILONS]
-                shown = [f"{row.accuracy[e]:.2f}".rstrip("0") if e in row.accuracy else "–" for e in recipes.EPSILONS]
-                rows.append([NAMES[dataset], row.method, *shown, ", ".join(others) or "–", row.source])
-    return table(["dataset", "method", *(f"ε = {e:g}" for e in recipes.EPSILONS), "other ε", "source"], rows)
-
-
-# ---- Diagnostics -----------------------------------------------------------------------------------------------------
-
-
-def diagnostics_table(diagnostics: Outcomes) -> str:
-    if not diagnostics.runs:
-        return f"{NOT_RUN}."
-    rows, layers = [], []
-    names: list[str] = []
-    for run in diagnostics.runs:
-        names = list(dict.fromkeys([*names, *(layer["name"] for layer in run["composition"])]))
-    for dataset, epsilon, score in sorted({(r["dataset"], r["target_epsilon"], r["score"]) for r in diagnostics.runs}):
-        where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon, "score": score}
-        own = diagnostics.select(**where)
-        over = paired(diagnostics.values("oracle", **where), diagnostics.values("random", **where))
-        above = paired(diagnostics.values("proxy", **where), diagnostics.values("proxy_noise_only", **where))
-        assert over is not None and above is not None
-        top = mean(dict(run["concentration"]).get(0.1, float("nan")) for run in own)
-        head = [NAMES.get(dataset, dataset), f"{epsilon:g}", score]
-        rows.append(
-            [
-                *head,
-                cell(diagnostics, "proxy", 3, **where),
-                cell(diagnostics, "proxy_noise_only", 3, **where),
-                f"{above.words(3)}: {above.verdict}",
-                cell(diagnostics, "oracle", 3, **where),
-                f"{mean(run['random'] for run in own):.3f}",
-                f"{over.words(3)}: {over.verdict}",
-                f"{100 * top:.1f}%",
-            ]
-        )
-        of_layer = [
-            [layer["enrichment"] for run in own for layer in run["composition"] if layer["name"] == name]
-            for name in names
-        ]
-        layers.append([*head, *(f"{mean(values):.2f}" if values else "–" for values in of_layer)])
-    head = [
-        "dataset", "ε", "score", "ρ̂_sig", "ρ̂_sig of noise alone", "difference", "α̂_oracle", "k/d", "difference",
-        "energy in the true top 10%",
-    ]  # fmt: skip
-    return (
-        table(head, rows)
-        + "\n\nρ̂_sig is what the support was chosen to maximise, so noise alone gives the value beside it; k/d is nothing to compare it "
-        f"with. The paper gives no numbers for either measure; for the true top 10% it has {100 * published.TOP_TENTH:.1f}%.\n\n"
-        "Where the supports lie: active ratio of each parameter over that of the whole, 1 for a random support.\n\n"
-        + table(["dataset", "ε", "score", *(f"`{name}`" for name in names)], layers)
-    )

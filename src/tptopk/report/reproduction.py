@@ -12,6 +12,7 @@ from tptopk.experiments.recipes import PAPER
 from tptopk.experiments.reproduce import read_results
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.refusal import Refusal
+from tptopk.report import paper_context as others
 from tptopk.report import paper_tables as tables
 from tptopk.report.figures import energy_figure, pipeline_figure
 from tptopk.report.outcomes import Outcomes, read
@@ -102,20 +103,22 @@ def document(
             "EyePACS could not be had, so none of the paper's medical numbers is reproduced. PneumoniaMNIST, pneumonia (positive) against normal, stands in: "
             "other images, other classes, other sizes. Its minority is *normal*, so minority recall is specificity there; in EyePACS the minority is positive, and it is sensitivity. "
             "The threshold is one half.",
-            tables.medical_table(found["medical"]),
+            others.medical_table(found["medical"]),
         ),
         *section(
             "Context", "table-context", "context",
             "Not a controlled comparison: networks, accountants and batch sizes differ. Ours have one network a dataset.",
-            tables.context_table(found["context"], main),
+            others.context_table(found["context"], main),
         ),
         *section(
             "Quality of supports", "table-diagnostics", "diagnostics",
             "TP-TopK with training records kept out, on which the true gradient is taken at the end of the warm-up: an oracle, outside the guarantee, and not used by training.",
-            tables.diagnostics_table(found["diagnostics"]),
+            others.diagnostics_table(found["diagnostics"]),
         ),
         *section("Where gradient energy lies", "figure-energy", "diagnostics", picture("energy", "Energy of the true gradient by coordinates, and what supports hold of it")),
-        *section("The two phases", "figure-pipeline", "main", picture("pipeline", "The two phases with the numbers of a run")),
+        "## The two phases",
+        f"`tptopk reproduce figure-pipeline{option}`, from the numbers of one run in `main.jsonl`.",
+        picture("pipeline", "The two phases with the numbers of a run"),
         "## Privacy of these runs",
         "ε of each cell, the largest over its runs: by privacy loss distributions (dp-accounting), by the project's own accountant, and by RDP, which the paper uses. "
         "Noise is set so that the first meets the target.",
@@ -136,7 +139,7 @@ def _how(found: Mapping[str, Outcomes]) -> str:
     return (
         "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ. A difference is taken seed by seed, and its "
         f"95% interval is Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means tp-topk − dp-sgd "
-        "and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference: *yes* when ours has its direction and excludes 0; *undecided* when the interval holds both 0 and the "
+        "and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference: *yes* when ours has its direction, excludes 0 and holds the paper's in its interval; *in direction* when it is of another size; *undecided* when the interval holds both 0 and the "
         "paper's; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed."
     )
 

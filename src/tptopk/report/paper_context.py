@@ -1,0 +1,139 @@
+"""The tables whose numbers stand beside other data or other people's: the medical stand-in, published peers, diagnostics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+from tptopk.experiments import published, recipes
+from tptopk.experiments.recipes import PAPER
+from tptopk.report.outcomes import Outcomes, paired
+from tptopk.report.paper_tables import NAMES, NOT_RUN, cell, judged, table
+
+# ---- The stand-in for EyePACS ----------------------------------------------------------------------------------------
+
+MEDICAL = {  # measure → what it is called, digits, factor
+    "auc": ("AUC × 100", 2, 100.0),
+    "balanced_accuracy": ("balanced accuracy", 3, 1.0),
+    "sensitivity": ("sensitivity", 3, 1.0),
+    "specificity": ("specificity", 3, 1.0),
+    "minority_recall": ("minority recall", 3, 1.0),
+}
+OF_EYEPACS: dict[str, Callable[[published.Medical], float]] = {
+    "auc": lambda m: m.auc,
+    "balanced_accuracy": lambda m: m.balanced_accuracy,
+    "sensitivity": lambda m: m.sensitivity,
+    "specificity": lambda m: m.specificity,
+    "minority_recall": lambda m: m.sensitivity,
+}
+
+
+def medical_table(medical: Outcomes) -> str:
+    rows = []
+    for epsilon in (8.0, 3.0):
+        for method in published.EYEPACS:
+            if method == "non-private" and epsilon != 8.0:
+                continue
+            shown = "∞" if method == "non-private" else f"{epsilon:g}"
+            own = [
+                cell(medical, measure, digits, scale, method=method, target_epsilon=epsilon)
+                for measure, (_, digits, scale) in MEDICAL.items()
+            ]
+            rows.append([NAMES["pneumoniamnist"], shown, method, *own])
+    for method, theirs in published.EYEPACS.items():
+        values = [
+            f"{OF_EYEPACS[m](theirs):.{min(digits, 3) if m != 'auc' else 1}f}" for m, (_, digits, _) in MEDICAL.items()
+        ]
+        rows.append(["EyePACS (the paper)", "∞" if method == "non-private" else "8", method, *values])
+    text = table(["dataset", "ε", "method", *(name for name, _, _ in MEDICAL.values())], rows)
+    lines = []
+    for measure in ("auc", "balanced_accuracy", "minority_recall"):
+        name, digits, scale = MEDICAL[measure]
+        of = OF_EYEPACS[measure]
+        for epsilon in (8.0, 3.0):
+            for other in ("tp-rand", "dp-sgd"):
+                one, two = (
+                    {s: scale * v for s, v in medical.values(measure, method=m, target_epsilon=epsilon).items()}
+                    for m in ("tp-topk", other)
+                )
+                paper = of(published.EYEPACS["tp-topk"]) - of(published.EYEPACS[other]) if epsilon == 8.0 else None
+                found = judged(paired(one, two), paper, digits)
+                lines.append([name, f"{epsilon:g}", f"tp-topk − {other}", *found[:3]])
+    head = ["measure", "ε", "difference", "PneumoniaMNIST (stand-in) [95% interval]", "verdict", "EyePACS (the paper)"]
+    return text + "\n\n" + table(head, lines)
+
+
+# ---- Context ---------------------------------------------------------------------------------------------------------
+
+
+def context_table(context: Outcomes, main: Outcomes) -> str:
+    rows = []
+    for dataset in ("mnist", "fmnist", "cifar10"):
+        own: list[tuple[str, Outcomes, dict[str, Any]]] = [
+            (method, main, {"method": method, "variant": PAPER}) for method in ("dp-sgd", "tp-rand", "tp-topk")
+        ]
+        if dataset == "cifar10":
+            peers = [r for r in recipes.table_context(recipes.quick_recipe) if r.seed == recipes.SEEDS[0]]
+            own += [
+                (f"{variant} ({method})", context, {"method": method, "variant": variant})
+                for method, variant in dict.fromkeys((r.method, r.variant) for r in peers)
+            ]
+        for label, outcomes, wanted in own:
+            cells = [cell(outcomes, dataset=dataset, target_epsilon=e, **wanted) for e in recipes.EPSILONS]
+            rows.append([NAMES[dataset], label, *cells, "–", "ours"])
+        for row in [*published.CONTEXT, *published.BEST]:
+            if row.dataset == dataset:
+                others = [f"{value:.1f} (ε = {e:g})" for e, value in row.accuracy.items() if e not in recipes.EPSILONS]
+                digits = 2 if row in published.CONTEXT else 1
+                shown = [f"{row.accuracy[e]:.{digits}f}" if e in row.accuracy else "–" for e in recipes.EPSILONS]
+                rows.append([NAMES[dataset], row.method, *shown, ", ".join(others) or "–", row.source])
+    return table(["dataset", "method", *(f"ε = {e:g}" for e in recipes.EPSILONS), "other ε", "source"], rows)
+
+
+# ---- Diagnostics -----------------------------------------------------------------------------------------------------
+
+
+def diagnostics_table(diagnostics: Outcomes) -> str:
+    if not diagnostics.runs:
+        return f"{NOT_RUN}."
+    rows, layers = [], []
+    names: list[str] = []
+    for run in diagnostics.runs:
+        names = list(dict.fromkeys([*names, *(layer["name"] for layer in run["composition"])]))
+    for dataset, epsilon, score in sorted({(r["dataset"], r["target_epsilon"], r["score"]) for r in diagnostics.runs}):
+        where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon, "score": score}
+        own = diagnostics.select(**where)
+        over = paired(diagnostics.values("oracle", **where), diagnostics.values("random", **where))
+        above = paired(diagnostics.values("proxy", **where), diagnostics.values("proxy_noise_only", **where))
+        assert over is not None and above is not None
+        top = mean(dict(run["concentration"]).get(0.1, float("nan")) for run in own)
+        head = [NAMES.get(dataset, dataset), f"{epsilon:g}", score]
+        rows.append(
+            [
+                *head,
+                cell(diagnostics, "proxy", 3, **where),
+                cell(diagnostics, "proxy_noise_only", 3, **where),
+                f"{above.words(3)}: {above.verdict}",
+                cell(diagnostics, "oracle", 3, **where),
+                f"{mean(run['random'] for run in own):.3f}",
+                f"{over.words(3)}: {over.verdict}",
+                f"{100 * top:.1f}%",
+            ]
+        )
+        of_layer = [
+            [layer["enrichment"] for run in own for layer in run["composition"] if layer["name"] == name]
+            for name in names
+        ]
+        layers.append([*head, *(f"{mean(values):.2f}" if values else "–" for values in of_layer)])
+    head = [
+        "dataset", "ε", "score", "ρ̂_sig", "ρ̂_sig of noise alone", "difference", "α̂_oracle", "k/d", "difference",
+        "energy in the true top 10%",
+    ]  # fmt: skip
+    return (
+        table(head, rows)
+        + "\n\nρ̂_sig is what the support was chosen to maximise, so noise alone gives the value beside it; k/d is nothing to compare it "
+        f"with. The paper gives no numbers for either measure; for the true top 10% it has {100 * published.TOP_TENTH:.1f}%.\n\n"
+        "Where the supports lie: active ratio of each parameter over that of the whole, 1 for a random support.\n\n"
+        + table(["dataset", "ε", "score", *(f"`{name}`" for name in names)], layers)
+    )
