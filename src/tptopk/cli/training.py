@@ -45,6 +45,7 @@ from tptopk.report.terminal import (
 from tptopk.settings import Settings, build, seed_everything
 from tptopk.supports.support import Support
 from tptopk.training.checkpoint import write_durably
+from tptopk.training.distributed import Team, launched
 from tptopk.training.run import Run, load
 from tptopk.training.trainer import fit
 
@@ -71,7 +72,15 @@ def train(
         settings, plan = _settings_of(resume, settings)
         if settings.audit_canaries:
             raise Refusal("a run with canaries cannot be resumed: which of them took part was never written down")
-    folder = resume or out or _free_folder(settings.method)
+    with launched(settings.device) as device:
+        _train_and_show(replace(settings, device=device), plan, resume, out, seed, json_)
+
+
+def _train_and_show(
+    settings: Settings, plan: Plan | None, resume: str | None, out: str | None, seed: int | None, json_: bool
+) -> None:
+    first = Team().is_first
+    folder = resume or (out or _free_folder(settings.method) if first else None)
     try:
         run = _train(settings, seed, folder, settings.method, plan)
     except KeyboardInterrupt:
@@ -80,9 +89,9 @@ def train(
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
-    if json_:
+    if first and json_:
         print(json.dumps({**run.summary(), "folder": str(run.folder)}))
-    else:
+    elif first:
         print_run(run, Console())
 
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import Segment
@@ -28,6 +28,11 @@ from tptopk.privacy.refusal import Refusal
 
 FORMAT = 1
 START = "0" * 64  # stands for the line before the first
+
+
+class Counts(Protocol):
+    def number(self, value: int) -> int:
+        """The number that the first process has."""
 
 
 class BudgetSpent(Exception):
@@ -149,6 +154,14 @@ class Ledger:
         """How many more steps may be charged without costing more than the plan."""
         left = self.plan.steps - sum(self.steps.values())
         return left if self._allowed is None else min(left, self._allowed)
+
+    def count_along(self, first: Counts) -> None:
+        """Of several processes, those that keep no ledger on the disk count as the first one does."""
+        for phase in range(len(self.plan.phases)):
+            self.steps[phase] = first.number(self.steps[phase])
+        allowed = first.number(-1 if self._allowed is None else self._allowed)
+        self._allowed = None if allowed < 0 else allowed
+        self._charged_queries = bool(first.number(int(self._charged_queries)))
 
     def charge_queries(self) -> None:
         """Charge the plan's queries outside training; first, and whether or not they are asked in the end."""

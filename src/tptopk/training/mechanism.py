@@ -16,6 +16,7 @@ from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.supports.support import Support
+from tptopk.training.distributed import Team
 
 PATIENCE = 24  # steps on a support before it is worth recording: recording takes as long as a dozen steps
 
@@ -55,7 +56,9 @@ class Mechanism:
         compiled: bool = False,
         clipping: str = "flat",
         patience: int = PATIENCE,
+        team: Team | None = None,
     ) -> None:
+        self._team = team or Team()
         self._clipping = clipping
         self._model, self._loss, self._engine = model, loss, engine
         self._plan, self._ledger, self._streams = plan, ledger, streams
@@ -147,13 +150,12 @@ class Mechanism:
     @torch.no_grad()
     def _release(self, total: ClippedSum, support: Support, phase: int, step: int) -> PrivateGradient:
         numbers = self._plan.phases[phase]
-        noise = self._streams.normal(support.size, total.flat.device, "noise", phase, step)
-        noise.mul_(numbers.noise_multiplier * total.sensitivity())
-        divisor = self._plan.expected_batch_size(numbers)
-        if support.is_full:
-            flat = total.flat.add_(noise).div_(divisor)
-        else:
-            places = support.flat_indices
-            noise.add_(total.flat.index_select(0, places)).div_(divisor)
-            flat = total.flat.zero_().index_copy_(0, places, noise)
+        values = total.flat if support.is_full else total.flat.index_select(0, support.flat_indices)
+        values = self._team.sum_at_first(values)
+        if self._team.is_first:  # noise is drawn once
+            noise = self._streams.normal(support.size, values.device, "noise", phase, step)
+            noise.mul_(numbers.noise_multiplier * total.sensitivity())
+            values = noise.add_(values).div_(self._plan.expected_batch_size(numbers))
+        values = self._team.from_first(values)
+        flat = values if support.is_full else total.flat.zero_().index_copy_(0, support.flat_indices, values)
         return PrivateGradient(split(flat, total.shapes), self._plan.noise_std(numbers), phase, step)

@@ -90,6 +90,13 @@ def check_scheduler_can_be_saved(scheduler: LRScheduler | None, out: object) -> 
         ) from error
 
 
+def follow(folder: Path, standing: Standing) -> None:
+    """In a process that is not the first: stand where the first process resumes."""
+    found = load_checkpoint(folder)
+    if found is not None:
+        standing.restore(found)
+
+
 def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool, from_start: bool = True) -> Ledger:
     """Put everything back as the last checkpoint has it, and open the ledger for another attempt.
 

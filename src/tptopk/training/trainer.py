@@ -34,13 +34,14 @@ from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.annealing import Annealer, Annealing, query_of
+from tptopk.training.distributed import Team
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.rows import RowRecords, Views
 from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
 from tptopk.training.standardize import Standardize, check_queries
-from tptopk.training.standing import Standing, check_scheduler_can_be_saved, resumed
+from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow, resumed
 from tptopk.training.updates import Updater, WeightAverage, check_optimizer
 
 _trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
@@ -126,70 +127,82 @@ def fit(
     model so far and what was charged.
     """
     refuse_oracles(locals())
-    if (unit is None) != (plan.unit == "record"):
-        raise Refusal(
-            f"the plan protects one {plan.unit}; "
-            + ("give unit=, an id for each record" if unit is None else "say Plan.calibrate(unit=…)")
-        )
-    records = Records(train_set, collate)
-    if views is not None or unit is not None:
+    team = Team()
+    with team.together():
+        if (unit is None) != (plan.unit == "record"):
+            raise Refusal(
+                f"the plan protects one {plan.unit}; "
+                + ("give unit=, an id for each record" if unit is None else "say Plan.calibrate(unit=…)")
+            )
+        records = Records(train_set, collate)
+        if views is not None or unit is not None:
+            records.refuse_mixing_collate()
+            records = RowRecords(train_set, collate, views, unit, most_rows)
+            records.refuse_mixing_views()
+        losses = per_example(loss) if type(records) is Records else MeanOverRows(loss)
+        _check_length(records, plan)
+        device = _settle_device(model, device)
+        check_optimizer(optimizer, model)
+        if seed is not None and not (isinstance(seed, int) and abs(seed) < 2**63):
+            raise Refusal(f"seed is {seed!r}; it must be a whole number of at most 63 bits")
+        scheduled = getattr(scheduler, "total_steps", plan.steps)
+        if scheduled < plan.steps:
+            raise Refusal(
+                f"the scheduler ends after {scheduled} steps and the plan has {plan.steps}; give it plan.steps"
+            )
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise Refusal(
+                "ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps"
+            )
+        _check_rates(learning_rates, plan, scheduler)
+        check_precision(precision)
+        if clipping not in CLIPPINGS:
+            raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
+        check_queries(standardize, plan, model)
+        if annealing is not None:
+            query_of(annealing, plan)
+            if team.size > 1:
+                raise Refusal("annealing asks one process's records; train it in one process")
+            if resume:
+                raise Refusal("a run with annealing cannot be resumed: what its queries said is lost")
+        if micro_batch_size is not None:
+            check_count("micro_batch_size", micro_batch_size)
+        limit = parse_bytes(memory_limit) if memory_limit is not None else None
+        model.train()
         records.refuse_mixing_collate()
-        records = RowRecords(train_set, collate, views, unit, most_rows)
-        records.refuse_mixing_views()
-    losses = per_example(loss) if type(records) is Records else MeanOverRows(loss)
-    _check_length(records, plan)
-    device = _settle_device(model, device)
-    check_optimizer(optimizer, model)
-    if seed is not None and not (isinstance(seed, int) and abs(seed) < 2**63):
-        raise Refusal(f"seed is {seed!r}; it must be a whole number of at most 63 bits")
-    scheduled = getattr(scheduler, "total_steps", plan.steps)
-    if scheduled < plan.steps:
-        raise Refusal(f"the scheduler ends after {scheduled} steps and the plan has {plan.steps}; give it plan.steps")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise Refusal(
-            "ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps"
-        )
-    _check_rates(learning_rates, plan, scheduler)
-    check_precision(precision)
-    if clipping not in CLIPPINGS:
-        raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
-    check_queries(standardize, plan, model)
-    if annealing is not None:
-        query_of(annealing, plan)
-        if resume:
-            raise Refusal("a run with annealing cannot be resumed: what its queries said is lost")
-    if micro_batch_size is not None:
-        check_count("micro_batch_size", micro_batch_size)
-    limit = parse_bytes(memory_limit) if memory_limit is not None else None
-    model.train()
-    records.refuse_mixing_collate()
-    one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
-    if plan.spec.private:
-        engine = choose_engine(model, losses, one, engine)
-        records.refuse_mixing_by_length(model, per_example(loss), device)
-        if math.isinf(plan.epsilon()):
-            raise Refusal("the plan's noise is so small that its ε is infinite")
-        if micro_batch_size is None or limit is not None:
-            fits = _largest_batch(model, losses, one, plan, engine, precision, limit)
-            micro_batch_size = min(fits, micro_batch_size or MOST_EXAMPLES.get(device.type, 512))
-    else:
-        refuse_unsuitable(model)
-        warnings.warn(
-            "method 'non-private': no clipping, no noise. This model is NOT private", PrivacyWarning, stacklevel=3
-        )
-        engine = "ordinary"
-    if test_set is not None:
-        _check_test_set(model, test_set, loss, collate, device)
-    if plan.spec.private and model in _trained:
-        warnings.warn(
-            "this model was trained privately before in this process: its weights carry that run's cost, which this run's ε does "
-            "not count",
-            PrivacyWarning,
-            stacklevel=3,
-        )
+        one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
+        if plan.spec.private:
+            engine = choose_engine(model, losses, one, engine)
+            records.refuse_mixing_by_length(model, per_example(loss), device)
+            if math.isinf(plan.epsilon()):
+                raise Refusal("the plan's noise is so small that its ε is infinite")
+            if micro_batch_size is None or limit is not None:
+                fits = _largest_batch(model, losses, one, plan, engine, precision, limit)
+                micro_batch_size = min(fits, micro_batch_size or MOST_EXAMPLES.get(device.type, 512))
+        else:
+            refuse_unsuitable(model)
+            warnings.warn(
+                "method 'non-private': no clipping, no noise. This model is NOT private", PrivacyWarning, stacklevel=3
+            )
+            engine = "ordinary"
+        if test_set is not None:
+            _check_test_set(model, test_set, loss, collate, device)
+        if plan.spec.private and model in _trained:
+            warnings.warn(
+                "this model was trained privately before in this process: its weights carry that run's cost, which this run's ε does "
+                "not count",
+                PrivacyWarning,
+                stacklevel=3,
+            )
+    with team.together():
+        team.refuse_other_plans(plan)
+    team.equal_models(model)
     everything = Support.full(model)
     streams = Streams(run=secrets.token_hex(8), seed=seed, secure=secure_noise)
-    policy = SupportPolicy(plan, everything, lambda n: streams.numpy("support", n), score, ratio_schedule)
+    public = streams  # which coordinates are drawn at random depends on no data and need not be secret
+    if team.size > 1 and seed is None:
+        public = Streams(run="", seed=team.number(secrets.randbits(62)))
+    policy = SupportPolicy(plan, everything, lambda n: public.numpy("support", n), score, ratio_schedule)
     average = WeightAverage(model, ema) if ema is not None else None
     if resume and out is None:
         raise Refusal("resume=True needs out=, the folder of the run")
@@ -198,19 +211,28 @@ def fit(
     check_scheduler_can_be_saved(scheduler, out)
     warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)
-    if resume and out is not None:
-        ledger = resumed(Path(out), plan, standing, seeded=seed is not None, from_start=standardize is None)
-        streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
-    folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
-    if account is not None and not resume:  # a resumed run was paid for when it began
-        try:
-            charge_account(account, plan, str(folder.path) if folder else "")
-        except Refusal:
-            if folder:
-                folder.discard()
-            raise
-    if not resume:
-        ledger = Ledger(plan, folder.ledger if folder else None, seeded=seed is not None)
+    folder = None
+    with team.together():
+        if team.is_first:
+            if resume and out is not None:
+                ledger = resumed(Path(out), plan, standing, seeded=seed is not None, from_start=standardize is None)
+                streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
+            folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
+            if account is not None and not resume:  # a resumed run was paid for when it began
+                try:
+                    charge_account(account, plan, str(folder.path) if folder else "")
+                except Refusal:
+                    if folder:
+                        folder.discard()
+                    raise
+            if not resume:
+                ledger = Ledger(plan, folder.ledger if folder else None, seeded=seed is not None)
+    with team.together():
+        if not team.is_first:
+            if resume and out is not None:
+                follow(Path(out), standing)
+            ledger = Ledger(plan)
+    ledger.count_along(team)
     every = checkpoint_every or max(1, plan.steps // 20)
     mechanism = Mechanism(
         model,
@@ -223,6 +245,7 @@ def fit(
         replay=cuda_graphs and device.type == "cuda",
         compiled=compile,
         clipping=clipping,
+        team=team,
     )
     sampler = PoissonSampler(plan.dataset_size, streams)
     updater = Updater(model, optimizer)
@@ -235,7 +258,9 @@ def fit(
         _trained.add(model)
         ledger.charge_queries()
         if standardize is not None and not resume:
-            standardize.ask(records, mechanism if plan.spec.private else None, micro_batch_size or 512, device)
+            if team.is_first:
+                standardize.ask(records, mechanism if plan.spec.private else None, micro_batch_size or 512, device)
+            team.equal_models(model)
             if folder:
                 standing.save(folder.path, ledger)  # what was asked is not asked again
         annealer = None
@@ -252,9 +277,8 @@ def fit(
                     break
                 _check_length(records, plan)
                 support = policy.support(phase, step)
-                batches = micro_batches(
-                    records, sampler.sample(phase, step, numbers.sample_rate), micro_batch_size or 512, device
-                )
+                drawn = team.share(sampler.sample(phase, step, numbers.sample_rate) if team.is_first else None)
+                batches = micro_batches(records, drawn, micro_batch_size or 512, device)
                 norm = None
                 if plan.spec.private:
                     private = mechanism.private_gradient(batches, support, phase, step)
@@ -263,7 +287,7 @@ def fit(
                         warmup.add(private)
                         if warmup.complete:
                             folder.keep_warmup(warmup)
-                    if on_private_gradient:
+                    if on_private_gradient and team.is_first:
                         on_private_gradient(private)
                     norm = float(nn.utils.get_total_norm(private.values.values()))
                     updater.apply(private.values, support)
@@ -275,6 +299,7 @@ def fit(
                         ordinary = _ordinary_gradient(
                             model, forward_in(losses, precision), batches, plan.expected_batch_size(numbers)
                         )
+                    ordinary = {n: team.from_first(team.sum_at_first(g)) for n, g in ordinary.items()}
                     updater.apply(ordinary, support)
                 rate = float(optimizer.param_groups[0]["lr"])
                 if scheduler is not None:
@@ -287,7 +312,7 @@ def fit(
                     folder.record(history[-1])
                 if folder and done % every == 0 and done < plan.steps:
                     standing.save(folder.path, ledger)
-                if on_step:
+                if on_step and team.is_first:
                     on_step(history[-1])
         status = "finished"
         dropped = plan.steps - sum(ledger.steps.values())

@@ -1,0 +1,134 @@
+"""Several processes that train one model, on torch.distributed: each makes the clipped sum of its share of the sample.
+
+The first process owns everything that must exist once: the ledger, the run folder, the secret, the sample and the noise. Each step
+it charges, draws one Poisson sample of the whole dataset and sends its indices; every process clips and sums a disjoint
+share of them, never padded and possibly empty; the k active numbers of these sums are added up at the first process, which adds noise
+once, divides, and sends the private gradient to all. The model is not wrapped, and all processes stay equal to the bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal
+
+
+@contextmanager
+def launched(device: str | None) -> Iterator[str | None]:
+    """Under torchrun, the process group it asked for and this process's device; otherwise nothing changes.
+
+    NCCL for CUDA devices, gloo otherwise.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield device
+        return
+    if device is not None and device.startswith("cuda"):
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device is not None and device.startswith("cuda") else "gloo")
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+class Team:
+    """The processes of the default process group; without one, a team of one that sends nothing."""
+
+    def __init__(self) -> None:
+        together = dist.is_available() and dist.is_initialized()
+        self.size: int = dist.get_world_size() if together else 1
+        self.rank: int = dist.get_rank() if together else 0
+        self.numbers_sent = 0  # to or from the first process, of gradients alone
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, indices: Tensor | None) -> Tensor:
+        """This process's part of the indices that the first process drew."""
+        if self.size == 1:
+            assert indices is not None
+            return indices
+        count = torch.tensor([0 if indices is None else len(indices)])
+        self._send(count)
+        drawn = torch.empty(int(count), dtype=torch.long) if indices is None else indices
+        self._send(drawn)
+        return drawn[self.rank :: self.size]
+
+    def sum_at_first(self, values: Tensor) -> Tensor:
+        """The sum of all processes' values, at the first; at the others it means nothing."""
+        if self.size == 1:
+            return values
+        place = self._place(values)
+        dist.reduce(place, dst=0)
+        self.numbers_sent += values.numel()
+        return place.to(values.device)
+
+    def from_first(self, values: Tensor) -> Tensor:
+        """The first process's values."""
+        if self.size == 1:
+            return values
+        self.numbers_sent += values.numel()
+        return self._send(values.contiguous())
+
+    def equal_models(self, model: nn.Module) -> None:
+        """Every process goes on with the first one's weights and buffers."""
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                if self.size > 1:
+                    tensor.copy_(self._send(tensor.detach().clone()))
+
+    def number(self, value: int) -> int:
+        """The first process's number."""
+        shared = torch.tensor([value])
+        return int(self._send(shared)) if self.size > 1 else value
+
+    def refuse_other_plans(self, plan: Plan) -> None:
+        text = plan.to_json().encode()
+        length = self.number(len(text))
+        ours = torch.frombuffer(bytearray(text.ljust(length)[:length]), dtype=torch.uint8)
+        theirs = self._send(ours.clone()) if self.size > 1 else ours
+        if len(text) != length or not torch.equal(ours, theirs):
+            raise Refusal("the processes have different plans; give every one of them the same")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What one process refuses, all refuse, instead of waiting for it for ever."""
+        problem: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            problem = error
+        if self.size > 1:
+            failed = torch.tensor([0 if problem is None else 1])
+            failed = failed.to(self._device())
+            dist.all_reduce(failed)
+            if int(failed) and problem is None:
+                raise Refusal(f"{int(failed)} of the {self.size} processes could not begin; see what they say")
+        if problem is not None:
+            raise problem
+
+    def _send(self, values: Tensor) -> Tensor:
+        """Broadcast from the first process; `values` has the right shape and type everywhere and is filled in place."""
+        place = self._place(values)
+        dist.broadcast(place, src=0)
+        if place is not values:
+            values.copy_(place)
+        return values
+
+    def _place(self, values: Tensor) -> Tensor:
+        """The values where the backend can reach them."""
+        return values.to(self._device())
+
+    def _device(self) -> torch.device:
+        if dist.get_backend() == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
