@@ -20,7 +20,7 @@ ALLOWED = {
     "diagnostics": {"privacy", "supports", "theory"},
     "settings": {"data", "privacy", "models"},
     "experiments": {*TRAINING, "training", "data", "models", "theory", "diagnostics"},
-    "integrations": {*TRAINING, "training", "models"},
+    "integrations": {*TRAINING, "training", "models", "data"},
     "report": {*TRAINING, "training", "theory", "experiments"},
     "cli": {*TRAINING, "training", "data", "models", "report", "settings", "experiments", "theory"},
 }

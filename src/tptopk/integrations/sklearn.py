@@ -1,0 +1,460 @@
+"""`TPTopKClassifier`: private training of tables as a scikit-learn estimator."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_array, check_random_state, check_X_y
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from tptopk.data.tables import MISSING
+from tptopk.privacy.plan import Plan, PrivacyWarning
+from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest
+from tptopk.training.trainer import fit
+
+Array = np.ndarray[Any, Any]
+Bounds = tuple[float, float]
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
+    "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
+}
+
+
+class NotANumber(Refusal, TypeError):
+    """A numeric column holds a thing that is neither text nor a number."""
+
+
+class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+    """A classifier of tables, trained under (ε, δ) differential privacy.
+
+    How a table becomes inputs is decided by what you declare, never by the records, so that preprocessing says nothing about them:
+
+    `bounds`: the least and the largest value of numeric columns: one pair for all, a list with a pair for each column (None for a
+    column of categories), or a dictionary by column name, or by number where columns have no names. Values are scaled from their
+    bounds to [−1, 1]. A value outside is clipped to the nearest bound, silently and always: a warning would tell that there was
+    one. The default suits columns that are on that scale already; bounds that are far off cost accuracy, not privacy.
+    `categories`: a dictionary from a column to the list of its values (one input each, and one for anything else) or to a number
+    of buckets, into which values are hashed by a fixed public function. All other columns are numeric. Values are compared as
+    a CSV file would hold them: 1, 1.0 and "1" are the same.
+    `missing`: declares that numeric values may be missing (NaN, infinite, None, empty or "NA"). Each numeric column then has a second
+    input that says so, and the value is 0. Otherwise a table with missing values is refused, without saying where.
+    `classes`: the class labels. `classes_` holds them sorted. A label that is none of them is refused.
+    `dataset_size`: the number of records (of groups, if `fit` is given groups), which you declare public.
+
+    Where `classes` or `dataset_size` is None they are read from the data, which scikit-learn's tools for model selection need, and
+    a `PrivacyWarning` and the statement say so: a label that one record alone has would show that this record is there, and
+    the guarantee treats the number of records as known to all. For a model that is to be released, give both.
+
+    The guarantee: `epsilon`, `delta`, `method` ("tp-topk", "dp-sgd", "tp-rand", "on-topk", "on-rand", "non-private"), `active_ratio`,
+    `warmup`, `warmup_budget`, `clip_norm`, `accountant` and `account` mean what they mean for `Plan.calibrate` and `fit`.
+    `unit` is a word for what is protected, such as "patient", if `fit` is given groups.
+
+    Training: `batch_size` is a number of records, or as a float a share of `dataset_size`; `epochs`; `learning_rate`; `optimizer` is "sgd"
+    (with momentum 0.9), "adam", or a function from parameters to a torch optimizer. `hidden` holds the widths of hidden tanh
+    layers: none is logistic regression. `device` is where training runs; the fitted model is on the CPU. The defaults were chosen by
+    `benchmarks/tune_table.py`.
+
+    `random_state`: None takes randomness from the operating system, as a private model needs. Anything else makes the run
+    repeatable, and whoever knows it can subtract the noise: such a model is not for release, and `statement()` says so.
+
+    After `fit`: `classes_`, `n_features_in_`, `feature_names_in_`, `epsilon_` and `delta_` (spent), `plan_`, `run_`, and `statement()`.
+
+    Formal guarantees: `run_` and all predictions for records outside the training table are (`epsilon_`, `delta_`)-DP for the
+    records (or groups) given to `fit`, as `statement()` says; what was read from the data because it was not declared is not
+    covered, nor is the fact that a table was refused, nor choosing parameters by scores on the private records.
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 3.0,
+        delta: float = 1e-5,
+        method: str = "tp-topk",
+        active_ratio: float = 0.4,
+        warmup: float = 0.3,
+        warmup_budget: float | None = 0.3,
+        classes: Sequence[Any] | None = None,
+        bounds: Any = (-1, 1),
+        categories: Mapping[Any, Sequence[Any] | int] | None = None,
+        missing: bool = False,
+        dataset_size: int | None = None,
+        unit: str | None = None,
+        batch_size: float = 1.0,
+        epochs: float = 30,
+        learning_rate: float = 0.5,
+        clip_norm: float | Sequence[float] = 1.0,
+        hidden: Sequence[int] = (),
+        optimizer: str | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = "sgd",
+        accountant: str = "pld",
+        account: str | Path | None = None,
+        device: str | torch.device | None = None,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:
+        self.epsilon = epsilon
+        self.delta = delta
+        self.method = method
+        self.active_ratio = active_ratio
+        self.warmup = warmup
+        self.warmup_budget = warmup_budget
+        self.classes = classes
+        self.bounds = bounds
+        self.categories = categories
+        self.missing = missing
+        self.dataset_size = dataset_size
+        self.unit = unit
+        self.batch_size = batch_size
+        self.epochs = epochs
+        self.learning_rate = learning_rate
+        self.clip_norm = clip_norm
+        self.hidden = hidden
+        self.optimizer = optimizer
+        self.accountant = accountant
+        self.account = account
+        self.device = device
+        self.random_state = random_state
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = bool(self.missing)
+        tags.input_tags.string = tags.input_tags.categorical = bool(self.categories)
+        return tags
+
+    def fit(self, X: Any, y: Any, groups: Any = None) -> TPTopKClassifier:
+        """Train on a table X [N, columns] and labels y [N]; `groups`: an id for each record, if a whole group is what is protected."""
+        X, y = self._checked(X, y, reset=True)
+        self._columns = self._public_columns()
+        inputs = _encode(X, self._columns)
+        self._read = [] if self.classes is not None else ["the class labels"]
+        self.classes_, targets = self._labels(y)
+        seed = _seed(self.random_state)
+        ids = None if groups is None else np.asarray(groups).tolist()
+        if ids is None and self.unit is not None:
+            raise Refusal(f"unit is {self.unit!r}; give fit groups=, an id of its {self.unit} for each record")
+        unit = "record" if ids is None else self.unit or "group"
+        size = _plain(self.dataset_size)
+        if size is None:
+            self._read.append(f"the number of {unit}s")
+            size = len(inputs) if ids is None else len(set(ids))
+        if self._read:
+            warnings.warn(
+                f"{' and '.join(self._read)} were read from the data, which the guarantee does not cover; declare classes=[…] and "
+                "dataset_size=… for a model that is to be released",
+                PrivacyWarning,
+                stacklevel=2,
+            )
+        self.plan_ = self._plan(size, unit)
+        model = _network(inputs.shape[1], len(self.classes_), [_plain(width) for width in self.hidden], seed)
+        self.run_ = fit(
+            model,
+            (inputs, targets),
+            self.plan_,
+            self._optimizer(model),
+            loss=F.cross_entropy,
+            unit=ids,
+            device=self.device,
+            account=self.account,
+            seed=seed,
+        )
+        model.cpu()
+        self.run_.support = self.run_.support.to("cpu")
+        self.epsilon_, self.delta_ = self.run_.epsilon, self.run_.delta
+        return self
+
+    def predict_proba(self, X: Any) -> Array:
+        """[N, classes]: the model's probability of each class, in the order of `classes_`."""
+        check_is_fitted(self)
+        X, _ = self._checked(X, None, reset=False)
+        inputs = _encode(X, self._columns).double()
+        model = self.run_.model
+        # in float64, so that a record's probabilities do not depend on those beside it in their last digits
+        weights = {name: value.double() for name, value in model.state_dict().items()}
+        with torch.no_grad():
+            return np.asarray(functional_call(model, weights, (inputs,)).softmax(1))
+
+    def predict(self, X: Any) -> Array:
+        """[N]: the most probable class."""
+        probabilities = self.predict_proba(X)
+        return np.asarray(self.classes_[probabilities.argmax(1)])
+
+    def statement(self) -> str:
+        """What may be claimed for this model and what may not, in Markdown."""
+        check_is_fitted(self)
+        lines = [
+            self.run_.statement(),
+            "",
+            "## How the table was read",
+            "",
+            "- Columns became inputs by declared bounds and categories alone; a value outside its bounds was clipped to the nearest.",
+        ]
+        if self._read:
+            lines.append(
+                f"- **Read from the data and not covered**: {' and '.join(self._read)}, because they were not declared."
+            )
+        else:
+            lines.append(f"- The class labels and the number of {self.plan_.unit}s were declared.")
+        return "\n".join(lines)
+
+    def _checked(self, X: Any, y: Any, *, reset: bool) -> tuple[Array, Any]:
+        """The table as an array and the labels, of the right shapes and column names; values are looked at later."""
+        if hasattr(X, "iloc"):  # scikit-learn's own conversion of mixed data frames quotes values it cannot convert
+            validate_data(self, X, reset=reset, skip_check_array=True)
+            X = _frame_values(X)
+            if not reset:
+                return check_array(X, dtype=None, ensure_all_finite=False, estimator=self), None
+            return check_X_y(X, y, dtype=None, ensure_all_finite=False, estimator=self)  # type: ignore[no-any-return]
+        if not reset:
+            return validate_data(self, X, dtype=None, ensure_all_finite=False, reset=False), None
+        return validate_data(self, X, y, dtype=None, ensure_all_finite=False)  # type: ignore[no-any-return]
+
+    def _public_columns(self) -> list[Column]:
+        """How each column becomes inputs: a function of the parameters and the columns' names."""
+        names: list[Hashable] = list(getattr(self, "feature_names_in_", range(self.n_features_in_)))
+        categories = dict(self.categories or {})
+        _refuse_unknown(categories, names, "categories")
+        bounds = self.bounds
+        if isinstance(bounds, Mapping):
+            _refuse_unknown(bounds, names, "bounds")
+            pairs = [bounds.get(name) for name in names]
+        elif _is_pair(bounds):
+            pairs = [bounds] * len(names)
+        else:
+            pairs = list(bounds) if isinstance(bounds, (Sequence, np.ndarray)) and not isinstance(bounds, str) else []
+            if len(pairs) != len(names):
+                raise Refusal(
+                    f"bounds is neither one pair nor {len(names)} of them, one for each column, nor a dictionary; "
+                    "give (-1, 1), [(0, 120), …] or {'age': (0, 120)}"
+                )
+        return [
+            Categories.declared(name, categories[name])
+            if name in categories
+            else Number.declared(name, pair, bool(self.missing))
+            for name, pair in zip(names, pairs, strict=True)
+        ]
+
+    def _labels(self, y: Array) -> tuple[Array, Tensor]:
+        """The classes, sorted, and each record's number among them."""
+        if self.classes is None:
+            check_classification_targets(y)
+            classes = np.unique(y)
+        else:
+            try:
+                classes = np.unique(np.asarray(self.classes))
+            except TypeError:
+                raise Refusal(f"classes is {self.classes!r}; give labels of one kind, which can be sorted") from None
+            if len(classes) != len(self.classes):
+                raise Refusal(f"classes is {self.classes!r}; give each label once")
+        if len(classes) < 2:
+            raise Refusal(
+                f"there is only one class among {len(y)} labels; a classifier needs at least two, in classes="
+            )
+        number = {label: i for i, label in enumerate(classes.tolist())}
+        numbers = [number.get(label, -1) for label in y.tolist()]
+        if -1 in numbers:
+            raise Refusal(
+                "y holds a label that is none of the declared classes; add the class to classes= or repair the table"
+            )
+        return classes, torch.tensor(numbers, dtype=torch.long)
+
+    def _plan(self, size: int, unit: str) -> Plan:
+        batch = _plain(self.batch_size)
+        if isinstance(batch, float):
+            check_number("batch_size", batch, above=0, most=1)
+            batch = max(1, round(batch * size))
+        return Plan.calibrate(
+            self.method,
+            epsilon=_plain(self.epsilon),
+            delta=_plain(self.delta),
+            batch_size=batch,
+            dataset_size=size,
+            epochs=_plain(self.epochs),
+            active_ratio=_plain(self.active_ratio),
+            warmup=_plain(self.warmup),
+            warmup_budget=_plain(self.warmup_budget),
+            clip_norm=_plain(self.clip_norm),
+            accountant=self.accountant,
+            unit=unit,
+        )
+
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if callable(self.optimizer):
+            return self.optimizer(model.parameters())
+        if self.optimizer not in OPTIMIZERS:
+            raise Refusal(f"unknown optimizer {self.optimizer!r}{nearest(str(self.optimizer), OPTIMIZERS)}")
+        rate = _plain(self.learning_rate)
+        check_number("learning_rate", rate, above=0)
+        return OPTIMIZERS[self.optimizer](model.parameters(), rate)
+
+
+@dataclass(frozen=True)
+class Number:
+    """A numeric column: its value scaled from public bounds to [−1, 1] and, if values may be missing, whether this one is."""
+
+    name: Hashable
+    low: float
+    high: float
+    missing: bool
+
+    @classmethod
+    def declared(cls, name: Hashable, bounds: Any, missing: bool) -> Number:
+        if not _is_pair(bounds):
+            raise Refusal(
+                f"column {name!r} has no bounds; give its least and largest value, such as (0, 120), or its categories"
+            )
+        low, high = _plain(bounds[0]), _plain(bounds[1])
+        check_number(f"the lower bound of column {name!r}", low)
+        check_number(f"the upper bound of column {name!r}", high, above=low)
+        check_number(f"the width of the bounds of column {name!r}", high - low)
+        return cls(name, low, high, missing)
+
+    def inputs(self, values: Array) -> Array:  # [N] → [N, 1] or [N, 2]
+        numbers = values.astype(np.float64) if values.dtype.kind in "biuf" else self._parsed(values)
+        absent = ~np.isfinite(numbers)
+        if not self.missing and absent.any():
+            raise Refusal(
+                f"column {self.name!r} contains NaN, infinite or missing values; fill them by a public rule, or declare missing=True"
+            )
+        scaled = (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low) * 2 - 1
+        known = np.where(absent, 0, scaled)[:, None]
+        return np.concatenate([known, absent[:, None]], 1) if self.missing else known
+
+    def _parsed(self, values: Array) -> Array:
+        """Numbers from text and other things. No message quotes a value: it is somebody's."""
+        numbers, text, other = np.full(len(values), math.nan), False, False
+        for i, value in enumerate(values):
+            if _is_missing(value) or (isinstance(value, str) and value.strip().lower() in MISSING):
+                continue
+            try:
+                numbers[i] = float(value)
+            except ValueError:
+                text = True
+            except (TypeError, OverflowError):
+                other = True
+        if other:
+            raise NotANumber(f"in the numeric column {self.name!r} every argument must be a string or a number")
+        if text:
+            raise Refusal(
+                f"the numeric column {self.name!r} holds text that is not a number; repair it, or declare the column in categories="
+            )
+        return numbers
+
+
+@dataclass(frozen=True)
+class Categories:
+    """A column of categories: one input for each value and one for anything else, or one for each bucket of a public hash."""
+
+    known: tuple[str, ...]
+    buckets: int  # 0 unless hashed
+
+    @classmethod
+    def declared(cls, name: Hashable, values: Any) -> Categories:
+        values = _plain(values)
+        if isinstance(values, int):
+            check_count(f"the number of buckets of column {name!r}", values)
+            return cls((), values)
+        if isinstance(values, str) or not isinstance(values, (Sequence, np.ndarray)):
+            raise Refusal(
+                f"the categories of column {name!r} are {values!r}; give a list of them, or a number of buckets"
+            )
+        known = tuple(map(_word, values))
+        if not known or len(set(known)) != len(known):
+            raise Refusal(f"the categories of column {name!r} are {list(known)}; give each once, and at least one")
+        return cls(known, 0)
+
+    def inputs(self, values: Array) -> Array:  # [N] → [N, buckets] or [N, categories + 1]
+        number = {word: i for i, word in enumerate(self.known)}
+        words = map(_word, values)
+        if self.buckets:
+            return np.eye(self.buckets)[[_bucket(word, self.buckets) for word in words]]
+        return np.eye(len(number) + 1)[[number.get(word, len(number)) for word in words]]
+
+
+Column = Number | Categories
+
+
+def _encode(X: Array, columns: Sequence[Column]) -> Tensor:
+    """[N, columns] → [N, D], each record by itself."""
+    return torch.from_numpy(np.concatenate([c.inputs(X[:, i]) for i, c in enumerate(columns)], 1).astype(np.float32))
+
+
+def _frame_values(frame: Any) -> Array:
+    values = frame.to_numpy()
+    return values if values.dtype.kind in "biuf" else frame.to_numpy(dtype=object)  # type: ignore[no-any-return]
+
+
+def _network(features: int, classes: int, hidden: Sequence[int], seed: int | None) -> nn.Module:
+    """Linear layers with tanh between them; logistic regression starts at zero, which is nobody's data."""
+    layers: list[nn.Module] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(secrets.randbits(63) if seed is None else seed)
+        for width in hidden:
+            check_count("a hidden width", width)
+            layers += [nn.Linear(features, width), nn.Tanh()]
+            features = width
+        last = nn.Linear(features, classes)
+    if not layers:
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+    return nn.Sequential(*layers, last)
+
+
+def _seed(random_state: int | np.random.RandomState | None) -> int | None:
+    if random_state is None or isinstance(random_state, (int, np.integer)):
+        return None if random_state is None else int(random_state)
+    return int(check_random_state(random_state).randint(2**31 - 1))
+
+
+def _bucket(word: str, buckets: int) -> int:
+    """The same on every machine and in every run, unlike Python's own hash."""
+    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little") % buckets
+
+
+def _word(value: Any) -> str:
+    """A value as CSV would hold it: nothing for a missing one, whole numbers without a point."""
+    value = _plain(value)
+    if _is_missing(value):
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value).strip()
+
+
+def _is_missing(value: Any) -> bool:
+    return (
+        value is None
+        or (isinstance(value, float) and math.isnan(value))
+        or type(value).__name__ in ("NAType", "NaTType")
+    )
+
+
+def _is_pair(bounds: Any) -> bool:
+    pair = isinstance(bounds, (Sequence, np.ndarray)) and not isinstance(bounds, str) and len(bounds) == 2
+    return pair and all(np.ndim(end) == 0 and end is not None for end in bounds)
+
+
+def _plain(value: Any) -> Any:
+    """A Python number for a NumPy one, which searches over parameters give."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _refuse_unknown(given: Iterable[Hashable], names: Sequence[Hashable], what: str) -> None:
+    for name in given:
+        if name not in names:
+            raise Refusal(
+                f"{what} names a column {name!r} that the table does not have{nearest(str(name), map(str, names))}"
+            )
