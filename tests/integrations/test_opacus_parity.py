@@ -22,7 +22,7 @@ RECORDS, STEPS = 157, 20  # not a multiple of any batch size below
 
 
 class Encoder(nn.Module):
-    """Two blocks with torch's own attention, which Opacus computes by vmap here."""
+    """Two blocks with torch's own attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_twenty_steps_leave_opacuss_parameters(name, reduction, optimizer, clip_
 
 
 def test_torchs_own_encoder_trains_as_the_sum_of_its_clipped_gradients(record_property):
-    """Opacus has no rule for torch's attention; there its gradients come from torch.func."""
+    """Opacus has no rule for torch's attention, so the comparison is one example at a time."""
     torch.manual_seed(0)
     ours = Encoder()
     theirs = copy.deepcopy(ours)

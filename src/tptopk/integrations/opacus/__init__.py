@@ -14,6 +14,7 @@ otherwise. Where this engine is stricter than Opacus it refuses before anything 
 What cannot be seen from a backward pass is the loss: it must be the mean (or, with `loss_reduction="sum"`, the sum) over
 the batch of a loss that each example has by itself. Class weights under a mean, a mean over the tokens of all examples,
 contrastive losses and penalties on the weights are not; `weight_decay` of the optimizer takes the place of the last.
+Losses and accuracies that the loop prints of its own batches are of private records, and outside the guarantee.
 """
 
 from tptopk.integrations.opacus.engine import PrivacyEngine

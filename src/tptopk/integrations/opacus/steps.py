@@ -9,6 +9,7 @@ the loop                                        what happens
 ==============================================  =================================================================
 steps without a batch, or twice on one          refused: nothing charged, nothing moved
 steps on a batch without running backward       refused, unless the batch is empty: then it adds nothing but noise
+puts a penalty on bare weights into the loss    refused at the first step: it is no example's and cannot be clipped
 runs backward twice over one forward pass       refused: add the losses up
 runs forward and backward twice on a batch      the gradients of each record add up and are clipped as one
 goes on to the next batch without a step        in training mode, charged all the same; an empty batch makes its noisy step
@@ -55,7 +56,8 @@ class Recording(Capture):
 
     def __init__(self, model: nn.Module, batch: int, scale: float) -> None:
         super().__init__(model, batch)
-        self._scale = scale
+        self.batch, self._scale = batch, scale
+        self.tolerance = 1e-4  # of two sums of the same gradients; more where some were rounded to few bits
 
     @property
     def heard(self) -> bool:
@@ -82,7 +84,9 @@ class Recording(Capture):
                 raise RuntimeError(
                     "backward ran twice over one forward pass; add the losses up and call backward once. Nothing was charged"
                 )
-            call.gradients[output] = gradient.detach() * self._scale
+            if gradient.dtype != torch.float32 or gradient.is_cuda:
+                self.tolerance = 5e-2
+            call.gradients[output] = gradient.detach().float() * self._scale
 
         return hear
 
@@ -154,8 +158,9 @@ class PrivateSteps:
         self._renew()
         module.register_forward_pre_hook(Door(module, self._enter), with_kwargs=True, prepend=True)
         module.register_forward_hook(Door(module, self._leave), always_call=True)
-        for p in self._parameters.values():
-            p.register_post_accumulate_grad_hook(_discard)  # type: ignore[no-untyped-call]  # no gradient but the mechanism's is ever seen
+        self._unseen: dict[str, Tensor] | None = {}  # whole gradients of the first batch, until they have been compared
+        for name, p in self._parameters.items():
+            p.register_post_accumulate_grad_hook(self._taker(name))  # type: ignore[no-untyped-call]
 
     def _renew(self) -> None:
         """Fresh randomness: no noise or sample of before is ever drawn again."""
@@ -242,6 +247,34 @@ class PrivateSteps:
         if self._depth == 0 and self._drawn is not None and self._drawn.recording is not None:
             self._drawn.recording.__exit__(None, None, None)
 
+    def _taker(self, name: str) -> Callable[[Tensor], None]:
+        """Takes away what backward leaves in `p.grad`: no gradient but the mechanism's is ever seen."""
+
+        def take(p: Tensor) -> None:
+            if self._unseen is not None and p.grad is not None:
+                self._unseen[name] = self._unseen[name] + p.grad if name in self._unseen else p.grad
+            p.grad = None
+
+        return take
+
+    def _compare(self, recording: Recording, scale: float) -> None:
+        """Once, before anything is charged: what backward brought each parameter is what its layers' calls recorded."""
+        whole = self._unseen
+        if not whole:
+            return
+        ones = torch.ones(recording.batch, device=self.device)
+        recorded = {name: c.weighted_sum(ones, None) / scale for name, c in recording.contributions().items()}
+        norms = torch.stack([g.norm() for g in whole.values()])
+        for name, gradient in whole.items():
+            gap = (gradient - recorded[name] if name in recorded else gradient).norm()
+            if bool(gap > recording.tolerance * gradient.norm() + 1e-6 * norms.norm()):
+                raise Refusal(
+                    f"parameter {name} has a gradient that no call of its layer accounts for: the loss uses it as a bare tensor (a "
+                    "penalty on the weights, say), and what is not an example's cannot be clipped as one. Use the optimizer's "
+                    "weight_decay. Nothing was charged"
+                )
+        self._unseen = None
+
     def _close_recording(self) -> None:
         if self._drawn is not None and self._drawn.recording is not None:
             self._drawn.recording.__exit__(None, None, None)
@@ -261,6 +294,8 @@ class PrivateSteps:
     # The optimizer's side.
 
     def zero_grad(self) -> None:
+        if self._unseen is not None:
+            self._unseen = {}
         if self._drawn is not None and self._drawn.recording is not None:
             self._drawn.recording.drop_heard()
 
@@ -299,6 +334,7 @@ class PrivateSteps:
         self._check_unchanged()
         clip_norm = self.plan.phases[drawn.step[0]].clip_norm
         with torch.no_grad(), computing_in("fp32", self.device):
+            self._compare(drawn.recording, float(drawn.part.size) if self._mean else 1.0)
             clip = Clip(support, self._clipping)
             for name, contribution in drawn.recording.contributions().items():
                 clip.receive(name, contribution)
@@ -334,10 +370,6 @@ class PrivateSteps:
         self._drawn, self.run = None, run
         self.ledger = Ledger.carried_on(self.plan, taken, lost)
         self._renew()
-
-
-def _discard(p: Tensor) -> None:
-    p.grad = None
 
 
 def _no_loss(model: nn.Module, batch: Batch) -> Tensor:
