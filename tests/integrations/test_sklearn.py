@@ -20,10 +20,11 @@ from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_classifiers_train, parametrize_with_checks
 
 from tptopk import PrivacyWarning, Refusal
-from tptopk.integrations.sklearn import Categories, Number, TPTopKClassifier, _encode
+from tptopk.data.columns import Categories, Number, encode
+from tptopk.integrations.sklearn import TPTopKClassifier
 
 FAST = {"accountant": "rdp", "epochs": 8, "batch_size": 0.5}
-undeclared = pytest.mark.filterwarnings("ignore:.*read from the data:tptopk.privacy.plan.PrivacyWarning")
+undeclared = pytest.mark.filterwarnings("ignore:read from the data:tptopk.privacy.plan.PrivacyWarning")
 
 LESS_THAN_NOISE = {
     "check_classifiers_train": "asks for 83% on 300 records in three classes after a few steps, more than noise for ε = 3 leaves; "
@@ -88,7 +89,7 @@ def test_torchs_own_generator_is_left_alone():
 )
 def test_what_is_read_from_the_data_is_said(undeclared, said):
     estimator = declared(**undeclared)
-    with pytest.warns(PrivacyWarning, match=f"{said} were read from the data"):
+    with pytest.warns(PrivacyWarning, match=f"read from the data, .*: {said};"):
         estimator.fit(*made())
     assert f"not covered**: {said}," in estimator.statement()
 
@@ -103,11 +104,11 @@ def test_declared_classes_stand_even_if_no_record_has_them():
 def test_a_record_becomes_the_same_inputs_whatever_the_others_are():
     columns = [Number(0, 0, 10, True), Categories.declared(1, ["f", "m"]), Categories.declared(2, 4)]
     table = np.array([[5, "f", "a"], [20, "x", "b"], [None, None, None], [-3, "m", 1.0]], dtype=object)
-    together = _encode(table, columns)
+    together = encode(table, columns)
     assert together[:, :5].tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 1], [0, 1, 0, 0, 1], [-1, 0, 0, 1, 0]]
     assert together[:, 5:].sum(1).tolist() == [1, 1, 1, 1]
     for i in range(len(table)):
-        assert torch.equal(_encode(table[i : i + 1], columns)[0], together[i])
+        assert torch.equal(encode(table[i : i + 1], columns)[0], together[i])
 
 
 def test_the_hash_is_the_same_on_every_machine():
@@ -210,6 +211,7 @@ def test_a_label_that_is_no_class_is_refused_without_saying_it():
         ({"batch_size": 1.5}, "batch_size is 1.5"),
         ({"batch_size": 61}, "batch_size is 61"),
         ({"hidden": (0,)}, "a hidden width is 0"),
+        ({"hidden": 16}, "hidden is 16; give a list of widths"),
         ({"optimizer": "sdg"}, "did you mean 'sgd'"),
         ({"learning_rate": -1.0}, "learning_rate is -1.0"),
         ({"method": "tp-topq"}, "did you mean 'tp-topk'"),
@@ -222,14 +224,26 @@ def test_wrong_parameters_are_refused_with_what_to_say_instead(changes, message)
         declared(**changes).fit(*made())
 
 
+def test_a_fit_that_is_refused_leaves_the_last_model_as_it_was():
+    table, labels = made()
+    fitted = declared(bounds=(-2, 2)).fit(table, labels)
+    before = fitted.predict_proba(table)
+    with pytest.raises(Refusal):
+        fitted.set_params(bounds=(-1, 1), epochs=0).fit(table, labels)
+    assert np.array_equal(fitted.predict_proba(table), before)
+
+
 def test_groups_are_what_is_protected():
     table, labels = made()
     patients = [f"patient {i // 3}" for i in range(60)]
-    fitted = declared(dataset_size=20, unit="patient").fit(table, labels, groups=patients)
+    fitted = declared(dataset_size=20, unit="patient", most_rows=3).fit(table, labels, groups=patients)
     assert fitted.plan_.unit == "patient" and fitted.plan_.dataset_size == 20
     assert "one patient, with all its records" in fitted.statement()
-    with pytest.warns(PrivacyWarning, match="the number of groups were read"):
-        assert declared(dataset_size=None).fit(table, labels, groups=patients).plan_.dataset_size == 20
+    with pytest.warns(PrivacyWarning, match="read from the data, .*: the number of groups;"):
+        assert declared(dataset_size=None, most_rows=2).fit(table, labels, groups=patients).plan_.dataset_size == 20
+    for wrong, groups in ((None, patients), (3, None)):
+        with pytest.raises(Refusal, match=f"most_rows is {wrong}"):
+            declared(dataset_size=20, most_rows=wrong).fit(table, labels, groups=groups)
 
 
 def test_an_account_pays_for_the_fit(tmp_path):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import secrets
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +18,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tptopk.data.tables import MISSING
+from tptopk.data.columns import declared_columns, encode, plain
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest
 from tptopk.training.trainer import fit
 
 Array = np.ndarray[Any, Any]
-Bounds = tuple[float, float]
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
     "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
 }
-
-
-class NotANumber(Refusal, TypeError):
-    """A numeric column holds a thing that is neither text nor a number."""
 
 
 class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -61,7 +53,8 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     The guarantee: `epsilon`, `delta`, `method` ("tp-topk", "dp-sgd", "tp-rand", "on-topk", "on-rand", "non-private"), `active_ratio`,
     `warmup`, `warmup_budget`, `clip_norm`, `accountant` and `account` mean what they mean for `Plan.calibrate` and `fit`.
-    `unit` is a word for what is protected, such as "patient", if `fit` is given groups.
+    `unit` is a word for what is protected, such as "patient", if `fit` is given groups, and `most_rows` a public number: the most
+    records of one group that take part, the first ones.
 
     Training: `batch_size` is a number of records, or as a float a share of `dataset_size`; `epochs`; `learning_rate`; `optimizer` is "sgd"
     (with momentum 0.9), "adam", or a function from parameters to a torch optimizer. `hidden` holds the widths of hidden tanh
@@ -93,6 +86,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         missing: bool = False,
         dataset_size: int | None = None,
         unit: str | None = None,
+        most_rows: int | None = None,
         batch_size: float = 1.0,
         epochs: float = 30,
         learning_rate: float = 0.5,
@@ -116,6 +110,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.missing = missing
         self.dataset_size = dataset_size
         self.unit = unit
+        self.most_rows = most_rows
         self.batch_size = batch_size
         self.epochs = epochs
         self.learning_rate = learning_rate
@@ -136,49 +131,56 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, groups: Any = None) -> TPTopKClassifier:
         """Train on a table X [N, columns] and labels y [N]; `groups`: an id for each record, if a whole group is what is protected."""
         X, y = self._checked(X, y, reset=True)
-        self._columns = self._public_columns()
-        inputs = _encode(X, self._columns)
-        self._read = [] if self.classes is not None else ["the class labels"]
-        self.classes_, targets = self._labels(y)
-        seed = _seed(self.random_state)
+        names = getattr(self, "feature_names_in_", range(self.n_features_in_))
+        columns = declared_columns(list(names), self.bounds, self.categories, missing=bool(self.missing))
+        inputs = encode(X, columns)
+        classes, targets = self._labels(y)
         ids = None if groups is None else np.asarray(groups).tolist()
         if ids is None and self.unit is not None:
             raise Refusal(f"unit is {self.unit!r}; give fit groups=, an id of its {self.unit} for each record")
+        if (ids is None) != (self.most_rows is None):
+            raise Refusal(
+                f"most_rows is {self.most_rows!r}; with groups, and only then, give a public number: the most records of one that take part"
+            )
         unit = "record" if ids is None else self.unit or "group"
-        size = _plain(self.dataset_size)
+        size = plain(self.dataset_size)
+        read = ["the class labels"] if self.classes is None else []
         if size is None:
-            self._read.append(f"the number of {unit}s")
+            read.append(f"the number of {unit}s")
             size = len(inputs) if ids is None else len(set(ids))
-        if self._read:
+        if read:
             warnings.warn(
-                f"{' and '.join(self._read)} were read from the data, which the guarantee does not cover; declare classes=[…] and "
-                "dataset_size=… for a model that is to be released",
+                f"read from the data, which the guarantee does not cover: {' and '.join(read)}; declare classes=[…] and dataset_size=… "
+                "for a model that is to be released",
                 PrivacyWarning,
                 stacklevel=2,
             )
-        self.plan_ = self._plan(size, unit)
-        model = _network(inputs.shape[1], len(self.classes_), [_plain(width) for width in self.hidden], seed)
+        seed = _seed(self.random_state)
+        model = _network(inputs.shape[1], len(classes), self.hidden, seed)
+        optimizer = self._optimizer(model)
         self.run_ = fit(
             model,
             (inputs, targets),
-            self.plan_,
-            self._optimizer(model),
+            self._plan(size, unit),
+            optimizer,
             loss=F.cross_entropy,
             unit=ids,
+            most_rows=plain(self.most_rows),
             device=self.device,
             account=self.account,
             seed=seed,
         )
         model.cpu()
         self.run_.support = self.run_.support.to("cpu")
-        self.epsilon_, self.delta_ = self.run_.epsilon, self.run_.delta
+        self.classes_, self._columns, self._read = classes, columns, read
+        self.plan_, self.epsilon_, self.delta_ = self.run_.plan, self.run_.epsilon, self.run_.delta
         return self
 
     def predict_proba(self, X: Any) -> Array:
         """[N, classes]: the model's probability of each class, in the order of `classes_`."""
         check_is_fitted(self)
         X, _ = self._checked(X, None, reset=False)
-        inputs = _encode(X, self._columns).double()
+        inputs = encode(X, self._columns).double()
         model = self.run_.model
         # in float64, so that a record's probabilities do not depend on those beside it in their last digits
         weights = {name: value.double() for name, value in model.state_dict().items()}
@@ -220,31 +222,6 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return validate_data(self, X, dtype=None, ensure_all_finite=False, reset=False), None
         return validate_data(self, X, y, dtype=None, ensure_all_finite=False)  # type: ignore[no-any-return]
 
-    def _public_columns(self) -> list[Column]:
-        """How each column becomes inputs: a function of the parameters and the columns' names."""
-        names: list[Hashable] = list(getattr(self, "feature_names_in_", range(self.n_features_in_)))
-        categories = dict(self.categories or {})
-        _refuse_unknown(categories, names, "categories")
-        bounds = self.bounds
-        if isinstance(bounds, Mapping):
-            _refuse_unknown(bounds, names, "bounds")
-            pairs = [bounds.get(name) for name in names]
-        elif _is_pair(bounds):
-            pairs = [bounds] * len(names)
-        else:
-            pairs = list(bounds) if isinstance(bounds, (Sequence, np.ndarray)) and not isinstance(bounds, str) else []
-            if len(pairs) != len(names):
-                raise Refusal(
-                    f"bounds is neither one pair nor {len(names)} of them, one for each column, nor a dictionary; "
-                    "give (-1, 1), [(0, 120), …] or {'age': (0, 120)}"
-                )
-        return [
-            Categories.declared(name, categories[name])
-            if name in categories
-            else Number.declared(name, pair, bool(self.missing))
-            for name, pair in zip(names, pairs, strict=True)
-        ]
-
     def _labels(self, y: Array) -> tuple[Array, Tensor]:
         """The classes, sorted, and each record's number among them."""
         if self.classes is None:
@@ -270,21 +247,21 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         return classes, torch.tensor(numbers, dtype=torch.long)
 
     def _plan(self, size: int, unit: str) -> Plan:
-        batch = _plain(self.batch_size)
+        batch = plain(self.batch_size)
         if isinstance(batch, float):
             check_number("batch_size", batch, above=0, most=1)
             batch = max(1, round(batch * size))
         return Plan.calibrate(
             self.method,
-            epsilon=_plain(self.epsilon),
-            delta=_plain(self.delta),
+            epsilon=plain(self.epsilon),
+            delta=plain(self.delta),
             batch_size=batch,
             dataset_size=size,
-            epochs=_plain(self.epochs),
-            active_ratio=_plain(self.active_ratio),
-            warmup=_plain(self.warmup),
-            warmup_budget=_plain(self.warmup_budget),
-            clip_norm=_plain(self.clip_norm),
+            epochs=plain(self.epochs),
+            active_ratio=plain(self.active_ratio),
+            warmup=plain(self.warmup),
+            warmup_budget=plain(self.warmup_budget),
+            clip_norm=plain(self.clip_norm),
             accountant=self.accountant,
             unit=unit,
         )
@@ -294,100 +271,9 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             return self.optimizer(model.parameters())
         if self.optimizer not in OPTIMIZERS:
             raise Refusal(f"unknown optimizer {self.optimizer!r}{nearest(str(self.optimizer), OPTIMIZERS)}")
-        rate = _plain(self.learning_rate)
+        rate = plain(self.learning_rate)
         check_number("learning_rate", rate, above=0)
         return OPTIMIZERS[self.optimizer](model.parameters(), rate)
-
-
-@dataclass(frozen=True)
-class Number:
-    """A numeric column: its value scaled from public bounds to [−1, 1] and, if values may be missing, whether this one is."""
-
-    name: Hashable
-    low: float
-    high: float
-    missing: bool
-
-    @classmethod
-    def declared(cls, name: Hashable, bounds: Any, missing: bool) -> Number:
-        if not _is_pair(bounds):
-            raise Refusal(
-                f"column {name!r} has no bounds; give its least and largest value, such as (0, 120), or its categories"
-            )
-        low, high = _plain(bounds[0]), _plain(bounds[1])
-        check_number(f"the lower bound of column {name!r}", low)
-        check_number(f"the upper bound of column {name!r}", high, above=low)
-        check_number(f"the width of the bounds of column {name!r}", high - low)
-        return cls(name, low, high, missing)
-
-    def inputs(self, values: Array) -> Array:  # [N] → [N, 1] or [N, 2]
-        numbers = values.astype(np.float64) if values.dtype.kind in "biuf" else self._parsed(values)
-        absent = ~np.isfinite(numbers)
-        if not self.missing and absent.any():
-            raise Refusal(
-                f"column {self.name!r} contains NaN, infinite or missing values; fill them by a public rule, or declare missing=True"
-            )
-        scaled = (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low) * 2 - 1
-        known = np.where(absent, 0, scaled)[:, None]
-        return np.concatenate([known, absent[:, None]], 1) if self.missing else known
-
-    def _parsed(self, values: Array) -> Array:
-        """Numbers from text and other things. No message quotes a value: it is somebody's."""
-        numbers, text, other = np.full(len(values), math.nan), False, False
-        for i, value in enumerate(values):
-            if _is_missing(value) or (isinstance(value, str) and value.strip().lower() in MISSING):
-                continue
-            try:
-                numbers[i] = float(value)
-            except ValueError:
-                text = True
-            except (TypeError, OverflowError):
-                other = True
-        if other:
-            raise NotANumber(f"in the numeric column {self.name!r} every argument must be a string or a number")
-        if text:
-            raise Refusal(
-                f"the numeric column {self.name!r} holds text that is not a number; repair it, or declare the column in categories="
-            )
-        return numbers
-
-
-@dataclass(frozen=True)
-class Categories:
-    """A column of categories: one input for each value and one for anything else, or one for each bucket of a public hash."""
-
-    known: tuple[str, ...]
-    buckets: int  # 0 unless hashed
-
-    @classmethod
-    def declared(cls, name: Hashable, values: Any) -> Categories:
-        values = _plain(values)
-        if isinstance(values, int):
-            check_count(f"the number of buckets of column {name!r}", values)
-            return cls((), values)
-        if isinstance(values, str) or not isinstance(values, (Sequence, np.ndarray)):
-            raise Refusal(
-                f"the categories of column {name!r} are {values!r}; give a list of them, or a number of buckets"
-            )
-        known = tuple(map(_word, values))
-        if not known or len(set(known)) != len(known):
-            raise Refusal(f"the categories of column {name!r} are {list(known)}; give each once, and at least one")
-        return cls(known, 0)
-
-    def inputs(self, values: Array) -> Array:  # [N] → [N, buckets] or [N, categories + 1]
-        number = {word: i for i, word in enumerate(self.known)}
-        words = map(_word, values)
-        if self.buckets:
-            return np.eye(self.buckets)[[_bucket(word, self.buckets) for word in words]]
-        return np.eye(len(number) + 1)[[number.get(word, len(number)) for word in words]]
-
-
-Column = Number | Categories
-
-
-def _encode(X: Array, columns: Sequence[Column]) -> Tensor:
-    """[N, columns] → [N, D], each record by itself."""
-    return torch.from_numpy(np.concatenate([c.inputs(X[:, i]) for i, c in enumerate(columns)], 1).astype(np.float32))
 
 
 def _frame_values(frame: Any) -> Array:
@@ -396,11 +282,13 @@ def _frame_values(frame: Any) -> Array:
 
 
 def _network(features: int, classes: int, hidden: Sequence[int], seed: int | None) -> nn.Module:
-    """Linear layers with tanh between them; logistic regression starts at zero, which is nobody's data."""
+    """Linear layers with tanh between them; without hidden ones, logistic regression that starts at zero."""
+    if isinstance(hidden, str) or not isinstance(hidden, Sequence):
+        raise Refusal(f"hidden is {hidden!r}; give a list of widths, such as (16,), or none")
     layers: list[nn.Module] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(secrets.randbits(63) if seed is None else seed)
-        for width in hidden:
+        for width in map(plain, hidden):
             check_count("a hidden width", width)
             layers += [nn.Linear(features, width), nn.Tanh()]
             features = width
@@ -415,46 +303,3 @@ def _seed(random_state: int | np.random.RandomState | None) -> int | None:
     if random_state is None or isinstance(random_state, (int, np.integer)):
         return None if random_state is None else int(random_state)
     return int(check_random_state(random_state).randint(2**31 - 1))
-
-
-def _bucket(word: str, buckets: int) -> int:
-    """The same on every machine and in every run, unlike Python's own hash."""
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little") % buckets
-
-
-def _word(value: Any) -> str:
-    """A value as CSV would hold it: nothing for a missing one, whole numbers without a point."""
-    value = _plain(value)
-    if _is_missing(value):
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value).strip()
-
-
-def _is_missing(value: Any) -> bool:
-    return (
-        value is None
-        or (isinstance(value, float) and math.isnan(value))
-        or type(value).__name__ in ("NAType", "NaTType")
-    )
-
-
-def _is_pair(bounds: Any) -> bool:
-    pair = isinstance(bounds, (Sequence, np.ndarray)) and not isinstance(bounds, str) and len(bounds) == 2
-    return pair and all(np.ndim(end) == 0 and end is not None for end in bounds)
-
-
-def _plain(value: Any) -> Any:
-    """A Python number for a NumPy one, which searches over parameters give."""
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _refuse_unknown(given: Iterable[Hashable], names: Sequence[Hashable], what: str) -> None:
-    for name in given:
-        if name not in names:
-            raise Refusal(
-                f"{what} names a column {name!r} that the table does not have{nearest(str(name), map(str, names))}"
-            )
