@@ -92,7 +92,7 @@ def judged(r: Recipe) -> list[dict[str, Any]]:
             "random": 0.4, "concentration": curve, "held_out_accuracy": 60.0, "seconds": 5.0,
             "composition": [{"name": "1.0.weight", "active": 300, "coordinates": 800, "enrichment": 0.94},
                             {"name": "1.6.weight", "active": 100, "coordinates": 200, "enrichment": 1.25}],
-            "recipe": {**r.identity(), "score": score},
+            "recipe": r.identity(),
         }
         for score in ("paper", "factored")
     ]  # fmt: skip

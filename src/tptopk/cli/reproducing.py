@@ -52,11 +52,17 @@ def reproduce_(
                 wanted = [r for r in wanted if is_drawn(r.identity())]
             wanted = reproduce.share_of(wanted, share, shares)
             file = folder / f"{name}.jsonl"
-            run = support_quality.run_quality if name == "diagnostics" else None
+            run = _judged_supports if name == "diagnostics" else None
             reproduce.run_all(wanted, file, data_dir, device, _progress(name, len(wanted), _left(wanted, file)), run)
     for complaint in write(folder, path, quick=quick):
         print(f"warning: {complaint}", file=sys.stderr)
     print(path)
+
+
+def _judged_supports(r: recipes.Recipe, data_dir: str | None, device: str) -> list[dict[str, Any]]:
+    """A line for each score, told apart by their recipes."""
+    rows = support_quality.run_quality(r, data_dir, device)
+    return [{**row, "recipe": {**row["recipe"], "score": row["score"]}} for row in rows]
 
 
 def _part(words: str) -> tuple[int, int]:

@@ -137,6 +137,7 @@ def read(folder: Path, name: str, *, quick: bool = False) -> Outcomes:
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     outdated = 0
     for run in read_results(folder / f"{name}.jsonl"):
+        run = {**run, "recipe": {**run["recipe"], "score": run.get("score", run["recipe"].get("score"))}}
         cell = _cell(run["recipe"])
         if cell in expected and known is not None and _plain(run["recipe"]) not in known:
             outdated += 1

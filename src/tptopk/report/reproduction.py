@@ -256,7 +256,7 @@ def _left_out() -> str:
         "EyePACS: its images are behind an account with the competition that published them. PneumoniaMNIST stands in and is called so wherever its figures appear. `tptopk data` reads "
         "EyePACS in its official layout for whoever has it.",
         "The paper's network is not known. Ours are a CNN on scattering features (as in H-CNN), whose channels are standardised by two private queries that are charged in every plan.",
-        "AUTO-S, SA-DP-SGD and random sparsification are run on CIFAR-10 alone. Wide residual networks are quoted, not run.",
+        "AUTO-S, SA-DP-SGD and random sparsification are run on CIFAR-10 alone. Wide residual networks are only quoted.",
         "The paper accounts by RDP; here noise is set by privacy loss distributions, which is less noise for the same ε. The RDP value of every cell stands in the table of privacy.",
         "The paper's ablation on ρ at smaller ε is described there without numbers; ours at ε = 1 has none to stand beside.",
         "The paper gives no numbers for ρ̂_sig and α̂_oracle.",

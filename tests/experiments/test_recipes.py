@@ -1,0 +1,118 @@
+"""The recipes of the paper's tables: within a cell nothing differs but the method and what was tuned for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.data.made import make_mnist
+from tptopk.experiments import published, recipes, reproduce
+from tptopk.privacy.refusal import Refusal
+from tptopk.training.standardize import Standardize
+
+SIZES = {"main": 162, "ratio": 156, "split": 27, "medical": 21, "context": 27, "diagnostics": 9}
+
+
+def toml() -> str:
+    """Something tuned for every cell; learning rates and epochs differ between methods, as they may."""
+    cells = {
+        (r.dataset, r.target_epsilon, r.method) for make in recipes.TABLES.values() for r in make(recipes.quick_recipe)
+    }
+    lines = []
+    for dataset, epsilon, method in sorted(cells):
+        lines += [f'[{dataset}."{epsilon:g}".{method}]', "batch_size = 512", f"epochs = {10 + len(method)}"]
+        lines += ["learning_rate = 2.0", "second_learning_rate = 4.0", "ema = 0.9", "held_out = 91.5"]
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """A made-up tuned.toml, or whatever text a test puts there."""
+    path = tmp_path / "tuned.toml"
+    path.write_text(toml())
+    monkeypatch.setattr(recipes, "TUNED", path)
+    recipes.tuned.cache_clear()
+    yield path
+    recipes.tuned.cache_clear()
+
+
+def test_every_method_of_a_cell_shares_network_views_batch_and_delta(tuned):
+    for name, size in SIZES.items():
+        table = recipes.table_named(name)
+        assert len(table) == size == len({str(r.identity()) for r in table})
+        shared = defaultdict(set)
+        for r in table:
+            shared[r.dataset, r.target_epsilon].add(
+                (r.network, r.views, r.batch_size, r.delta, r.momentum, r.clip_norm, r.query_noise, r.records)
+            )
+        assert all(len(numbers) == 1 for numbers in shared.values())
+        assert {r.seed for r in table} == set(recipes.SEEDS)
+
+
+def test_what_was_really_tuned_has_every_cell_with_one_batch_size_in_each():
+    if not recipes.TUNED.exists():
+        pytest.skip("nothing is tuned yet")
+    for name in recipes.TABLES:
+        batches = defaultdict(set)
+        for r in recipes.table_named(name):
+            batches[r.dataset, r.target_epsilon].add(r.batch_size)
+        assert all(len(found) == 1 for found in batches.values())
+
+
+def test_the_main_table_has_the_papers_cells_and_its_setting(tuned):
+    ours = {(r.dataset, r.target_epsilon, r.method) for r in recipes.table_named("main") if r.variant == recipes.PAPER}
+    assert ours == set(published.MAIN)
+    for r in recipes.table_named("main"):
+        assert (r.active_ratio, r.warmup, r.warmup_budget, r.held_out) == (0.4, 0.3, 0.3, 0)
+        assert r.score == ("factored" if r.variant == "factored score" else "paper")
+
+
+def test_two_phase_methods_differ_in_nothing_but_the_ranking():
+    for name in ("main", "ratio"):
+        pairs = defaultdict(list)
+        for r in recipes.TABLES[name](recipes.quick_recipe):
+            if r.method in ("tp-rand", "tp-topk"):
+                pairs[r.dataset, r.target_epsilon, r.variant, r.seed].append(replace(r, method=""))
+        assert all(len(set(found)) == 1 for found in pairs.values())
+
+
+def test_budgets_are_matched():
+    for method in recipes.METHODS:
+        r = recipes.quick_recipe("mnist", method, 3.0, 0)
+        plan = reproduce.planned(r, 20, Standardize(torch.ones(81)).queries(r.query_noise))
+        assert 0.999 * 3.0 <= plan.epsilon() <= 3.0 and plan.method == method and len(plan.queries) == 2
+
+
+def test_without_a_tuned_file_the_refusal_says_how_to_make_it_and_quick_needs_none(tuned):
+    tuned.unlink()
+    with pytest.raises(Refusal, match="tune_paper.py --choose"):
+        recipes.table_named("main")
+    assert {name: len(recipes.table_named(name, quick=True)) for name in SIZES} == {n: s // 3 for n, s in SIZES.items()}
+
+
+def test_a_cell_that_was_not_tuned_is_named(tuned):
+    tuned.write_text("[mnist]\n")
+    with pytest.raises(Refusal, match="nothing for dp-sgd on mnist at ε = 1"):
+        recipes.table_named("main")
+
+
+def test_an_unknown_table_is_refused_with_the_nearest():
+    with pytest.raises(Refusal, match="did you mean 'ratio'"):
+        recipes.table_named("ration")
+
+
+def test_a_ratio_that_leaves_no_coordinate_is_refused(tmp_path):
+    make_mnist(tmp_path)
+    r = replace(recipes.quick_recipe("mnist", "tp-topk", 3.0, 0), active_ratio=1e-6)
+    with pytest.raises(Refusal, match="leaves k = 0 of d ="):
+        reproduce.run_one(r, str(tmp_path), "cpu")
+
+
+def test_an_unknown_network_is_refused(tmp_path):
+    make_mnist(tmp_path)
+    r = replace(recipes.quick_recipe("mnist", "dp-sgd", 3.0, 0), network="scatter-cmn")
+    with pytest.raises(Refusal, match="did you mean 'scatter-cnn'"):
+        reproduce.run_one(r, str(tmp_path), "cpu")

@@ -1,0 +1,134 @@
+"""Results files: appended to, continued, never run twice; and tptopk reproduce from data to document."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import pytest
+
+from tests.data.made import make_cifar10, make_mnist
+from tptopk.cli import main
+from tptopk.experiments import recipes, reproduce
+from tptopk.privacy.refusal import Refusal
+
+
+@pytest.fixture
+def tptopk(monkeypatch, capsys, tmp_path):
+    """(status, standard output, standard error) of the command line in an empty folder, whose data is made up."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("TPTOPK_DATA", str(tmp_path / "data"))
+        monkeypatch.setattr(sys, "argv", ["tptopk", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+def line(r: recipes.Recipe, **more: object) -> str:
+    return json.dumps({"recipe": r.identity(), **more}) + "\n"
+
+
+RECIPES = [recipes.quick_recipe("mnist", "dp-sgd", 1.0, seed) for seed in (0, 1, 2)]
+
+
+def test_finished_runs_are_not_run_again_and_others_are_appended(tmp_path):
+    path, ran = tmp_path / "new" / "main.jsonl", []
+
+    def run(r, data_dir, device):
+        ran.append(r.seed)
+        return [{"recipe": r.identity()}]
+
+    reproduce.run_all(RECIPES[:2], path, None, "cpu", lambda result: None, run)
+    reproduce.run_all(RECIPES, path, None, "cpu", lambda result: None, run)
+    assert ran == [0, 1, 2]
+    assert [result["recipe"]["seed"] for result in reproduce.read_results(path)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("cut", [1, 20, 300])
+def test_a_half_written_last_line_is_cut_off_and_run_again(tmp_path, cut):
+    path, ran = tmp_path / "main.jsonl", []
+    path.write_text(line(RECIPES[0]) + line(RECIPES[1])[:-cut])
+    kept = 2 if cut == 1 else 1  # without its end of line it is still whole
+    assert len(reproduce.read_results(path)) == kept
+    reproduce.run_all(
+        RECIPES[:2], path, None, "cpu", lambda result: None, lambda r, *_: ran.append(r) or [{"recipe": r.identity()}]
+    )
+    assert ran == RECIPES[1:2]
+    assert path.read_text() == line(RECIPES[0]) + line(RECIPES[1])
+
+
+def test_a_run_that_was_cut_between_its_lines_is_not_finished(tmp_path):
+    path = tmp_path / "diagnostics.jsonl"
+
+    def run(r, data_dir, device):
+        return [{"recipe": {**r.identity(), "score": score}} for score in ("paper", "factored")]
+
+    reproduce.run_all(RECIPES[:1], path, None, "cpu", lambda result: None, run)
+    assert not reproduce.pending(RECIPES[:1], path)
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) - 10])
+    assert reproduce.pending(RECIPES[:1], path) == RECIPES[:1]
+
+
+@pytest.mark.parametrize("bad", ['{"recipe": {"seed"', "[1, 2]", '{"accuracy": 3}'])
+def test_a_spoilt_line_before_the_last_is_named(tmp_path, bad):
+    path = tmp_path / "main.jsonl"
+    path.write_text(line(RECIPES[0]) + bad + "\n" + line(RECIPES[1]))
+    with pytest.raises(Refusal, match=r"line 2 of .*main.jsonl is not"):
+        reproduce.read_results(path)
+
+
+def test_shares_cover_every_run_once():
+    table = recipes.table_named("main", quick=True)
+    shares = [reproduce.share_of(table, n, 4) for n in range(1, 5)]
+    assert sorted(map(str, table)) == sorted(str(r) for share in shares for r in share)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["table-man"], "unknown table or figure 'table-man'; did you mean 'table-main'?"),
+        (["main"], "did you mean 'table-main'?"),
+        (["figure-energie"], "did you mean 'figure-energy'?"),
+        (["table-main", "--part", "7/6"], "part is '7/6'; it must be like 2/6"),
+        (["table-main", "--quick", "--only", "mnits"], "unknown dataset 'mnits'; did you mean 'mnist'?"),
+        (["table-main", "--quick", "--only", "mnist"], "tptopk data fetch mnist"),
+    ],
+)
+def test_what_a_person_got_wrong_is_one_line(tptopk, words, message):
+    status, out, error = tptopk("reproduce", *words)
+    assert status == 2 and not out and message in error and "Traceback" not in error
+
+
+def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk, tmp_path, monkeypatch):
+    make_mnist(tmp_path / "data")
+    make_cifar10(tmp_path / "data")
+    monkeypatch.setattr(recipes, "HELD_OUT", 4)
+    monkeypatch.setattr(recipes, "EPSILONS", (3.0,))
+    monkeypatch.setattr(recipes, "METHODS", ("dp-sgd", "tp-rand", "tp-topk"))
+    status, out, error = tptopk("reproduce", "table-main", "--quick", "--only", "mnist")
+    assert status == 0, error
+    assert out == "results/quick/reproduction.md\n" and "main 4/4: mnist tp-topk ε = 3 factored score seed 0" in error
+    first = (tmp_path / "results/quick/reproduction.md").read_text()
+    assert "4 of 12 runs are there" in first and "Its figures mean nothing" in first
+    runs = reproduce.read_results(tmp_path / "results/quick/main.jsonl")
+    assert all(0.999 * 3 <= run["epsilon"] <= 3 and abs(run["epsilon_second_opinion"] - 3) < 0.02 for run in runs)
+
+    status, _, error = tptopk("reproduce", "figure-pipeline", "--quick")
+    assert status == 0 and (tmp_path / "results/quick/pipeline.png").stat().st_size > 10_000, error
+    status, _, error = tptopk("reproduce", "figure-energy", "--quick")
+    assert status == 0 and (tmp_path / "results/quick/energy.png").stat().st_size > 10_000, error
+    document = (tmp_path / "results/quick/reproduction.md").read_text()
+    assert "![Energy" in document and "(pipeline.png)" in document and "5 of 12 runs" in document
+
+    monkeypatch.setattr(reproduce, "run_one", lambda *_: pytest.fail("a finished run was run again"))
+    for words in (["table-main", "--only", "mnist"], ["figure-pipeline"], ["all", "--render"]):
+        status, out, error = tptopk("reproduce", *words, "--quick")
+        assert status == 0, error
+        assert (tmp_path / "results/quick/reproduction.md").read_text() == document
