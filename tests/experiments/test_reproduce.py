@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,15 @@ def test_a_run_that_was_cut_between_its_lines_is_not_finished(tmp_path):
     whole = path.read_text()
     path.write_text(whole[: len(whole) - 10])
     assert reproduce.pending(RECIPES[:1], path) == RECIPES[:1]
+
+
+def test_a_run_from_before_a_setting_existed_counts_as_run_with_its_default(tmp_path):
+    path, old = tmp_path / "main.jsonl", RECIPES[0].identity()
+    assert old.pop("annealed") is False
+    path.write_text(json.dumps({"recipe": old}) + "\n")
+    assert reproduce.pending([RECIPES[0], replace(RECIPES[0], annealed=True)], path) == [
+        replace(RECIPES[0], annealed=True)
+    ]
 
 
 @pytest.mark.parametrize("bad", ['{"recipe": {"seed"', "[1, 2]", '{"accuracy": 3}'])

@@ -8,8 +8,8 @@ was chosen on held-out training records from the same few values for each method
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,11 @@ class Recipe:
 
     def identity(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def completed(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as a results file has it; what was added to recipes since then had its default then."""
+    return {**{f.name: f.default for f in fields(Recipe) if f.default is not MISSING}, **stored}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

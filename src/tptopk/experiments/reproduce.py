@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tptopk.experiments.features import Features, features
-from tptopk.experiments.recipes import Recipe
+from tptopk.experiments.recipes import Recipe, completed
 from tptopk.models import networks
 from tptopk.privacy import second_opinion
 from tptopk.privacy.ledger import versions
@@ -61,7 +61,7 @@ def read_results(path: Path) -> list[dict[str, Any]]:
 
 
 def pending(recipes: Iterable[Recipe], path: Path) -> list[Recipe]:
-    done = [result["recipe"] for result in read_results(path)]
+    done = [completed(result["recipe"]) for result in read_results(path)]
     return [r for r in recipes if r.identity() not in done]
 
 

@@ -153,4 +153,4 @@ def _cell(recipe: Mapping[str, Any]) -> tuple[Any, ...]:
 def _plain(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Without the score where a run is judged by each of them."""
     diagnostic = recipe.get("variant") == "diagnostics"
-    return {key: value for key, value in recipe.items() if not (diagnostic and key == "score")}
+    return {key: value for key, value in recipes.completed(recipe).items() if not (diagnostic and key == "score")}

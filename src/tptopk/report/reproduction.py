@@ -205,7 +205,7 @@ def _tuning(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
     trials = tuning["tuning"]
     parts = [
         "What the paper does not say (network, batch, learning rates, epochs) was chosen by `python benchmarks/tune_paper.py --device cuda` on training records that were held out; "
-        "the test set was not read. Every method has the same grid in a cell."
+        "the test set was not read. That program has one grid for all methods of a cell; below are the trials that are there."
     ]
     if tuning["tuning_range"]:
         parts.append(
