@@ -100,3 +100,24 @@ def test_what_the_plan_does_not_pay_for_is_refused():
         fitted(settings, plan(settings), resume=True, out="nowhere")
     with pytest.raises(Refusal, match="bound"):
         Annealing(bound=0.0)
+
+
+def test_a_model_that_remembers_what_it_was_asked_is_stopped():
+    """Nothing may be written to the model while losses are computed, whatever the mode."""
+
+    class Remembers(nn.Linear):
+        def __init__(self):
+            super().__init__(5, 3)
+            self.register_buffer("seen", torch.zeros(5))
+            self.calls = 0
+
+        def forward(self, x):
+            if not torch.is_grad_enabled() and len(x) > 10:  # as when steps are judged
+                self.seen.copy_(x.mean(0))
+            return super().forward(x)
+
+    settings = Annealing()
+    model = Remembers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="nothing was released"):
+        tptopk.fit(model, data(), plan(settings), optimizer, loss=F.cross_entropy, annealing=settings)

@@ -20,7 +20,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import tptopk
-from tptopk.privacy.account import open_account
+from tptopk.privacy.account import open_account, read_account
+from tptopk.privacy.accounting import renyi_cost
 from tptopk.privacy.ledger import Ledger, read_ledger
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
@@ -198,6 +199,33 @@ def test_a_run_that_its_account_refuses_leaves_nothing_behind(tmp_path):
     with pytest.raises(Refusal, match="budget"):
         run(tmp_path / "run", account=tmp_path / "account")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_somebody_else_s_files_is_left_alone(tmp_path):
+    open_account(tmp_path / "account", 0.5, 1e-5)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(Refusal, match="budget"):
+        run(tmp_path / "mine", account=tmp_path / "account")
+    assert [p.name for p in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    (tmp_path / "mine" / "plan.json").write_text("mine")
+    with pytest.raises(Refusal, match=r"plan\.json"):
+        run(tmp_path / "mine")
+    assert (tmp_path / "mine" / "plan.json").read_text() == "mine"
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_an_account_pays_for_a_resumed_run_once_and_for_what_was_lost_too(tmp_path):
+    open_account(tmp_path / "account", 10.0, 1e-5)
+    for name, begun_with in (("paid", tmp_path / "account"), ("unpaid", None)):
+        stopped(tmp_path / name, 5, account=begun_with)
+        run(tmp_path / name, resume=True, account=tmp_path / "account")
+    account = read_account(tmp_path / "account")
+    assert [line["name"] for line in account.runs] == [str(tmp_path / "paid"), str(tmp_path / "unpaid")]
+    record = read_ledger(tmp_path / "paid" / "ledger.jsonl")
+    assert record.account_order == account.order
+    spent = [PLAN.phases[i].segment._replace(steps=n) for i, n in record.charged.items() if n]
+    assert renyi_cost(spent, account.order) <= account.runs[0]["cost"] * (1 + 1e-9)
 
 
 def test_the_clock_is_not_read_for_anything_that_counts(tmp_path, monkeypatch):

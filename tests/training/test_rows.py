@@ -74,7 +74,7 @@ def test_records_of_a_unit_are_drawn_together_and_averaged():
     x, y = data()
     y = torch.arange(8).repeat_interleave(3) % 3
     ids = [f"patient {n}" for n in range(8) for _ in range(3)]
-    found, run = trained((x, y), plan(8, unit="patient"), unit=ids)
+    found, run = trained((x, y), plan(8, unit="patient"), unit=ids, most_rows=3)
     together = (x.view(8, 3, 1, 6, 6), torch.arange(8) % 3)
     expected = by_hand(together, plan(8))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
@@ -84,7 +84,7 @@ def test_records_of_a_unit_are_drawn_together_and_averaged():
 def test_units_of_unequal_size_weigh_the_same_and_can_be_cut():
     x, y = torch.arange(6.0)[:, None], torch.arange(6)
     ids = torch.tensor([7, 7, 7, 2, 5, 5])
-    (rows, targets), weights = RowRecords((x, y), None, None, ids, None).batch(torch.tensor([0, 1, 2]), CPU)
+    (rows, targets), weights = RowRecords((x, y), None, None, ids, 3).batch(torch.tensor([0, 1, 2]), CPU)
     assert weights.sum(1).tolist() == pytest.approx([1, 1, 1])
     assert (rows[..., 0] * weights).sum(1).tolist() == pytest.approx([1.0, 3.0, 4.5])
     assert targets[1].tolist() == [3, 3, 3], "filled up with its own record, at weight zero"
@@ -94,16 +94,36 @@ def test_units_of_unequal_size_weigh_the_same_and_can_be_cut():
     assert rows[0, :, 0].tolist() == [0, -0.0, 1, -1] and len(cut) == 3
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("layer", ["cnn", "gru"])
+def test_models_with_rows_are_captured(rows, layer):
+    """The probe knows that an example is several rows, wherever a layer has its batch."""
+
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.head = nn.GRU(6, 5), nn.Linear(5, 3)
+
+        def forward(self, x):  # [B, 1, 6, 6], time first inside
+            return self.head(self.layer(x[:, 0].transpose(0, 1))[0][-1])
+
+    x, y = data()
+    model = network() if layer == "cnn" else Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = tptopk.fit(model, (x, y), plan(24, sigma=2.0), optimizer, loss=F.cross_entropy, views=tptopk.shifted(rows, 1))
+    assert run.engine == "capture"
+
+
 @pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
 def test_a_whole_unit_moves_an_update_by_at_most_the_clip_norm():
     """A unit of a hundred records with large gradients, there or replaced by one that contributes nothing."""
     x, y = data(120)
     ids = torch.cat([torch.zeros(100, dtype=torch.long), torch.arange(1, 21)])
     numbers = plan(21, steps=1, rate=1.0, unit="patient")
-    with_unit, _ = trained((x * 50, y), numbers, unit=ids)
+    with_unit, _ = trained((x * 50, y), numbers, unit=ids, most_rows=100)
     gone = x.clone() * 50
     gone[:100] = float("nan")  # a unit that is not finite contributes zero
-    without, _ = trained((gone, y), numbers, unit=ids)
+    without, _ = trained((gone, y), numbers, unit=ids, most_rows=100)
     assert 0 < (with_unit - without).norm() <= 0.5 * 0.05 / 21 * (1 + 1e-3)
 
 
@@ -137,13 +157,35 @@ def test_bad_views_and_units_are_refused():
     with pytest.raises(Refusal, match="give unit="):
         trained((x, y), plan(8, unit="patient"))
     with pytest.raises(Refusal, match="say Plan.calibrate"):
-        trained((x, y), plan(24), unit=list(range(24)))
+        trained((x, y), plan(24), unit=list(range(24)), most_rows=1)
     with pytest.raises(Refusal, match="23 ids for 24"):
-        trained((x, y), plan(8, unit="patient"), unit=list(range(23)))
+        trained((x, y), plan(8, unit="patient"), unit=list(range(23)), most_rows=1)
     with pytest.raises(Refusal, match="patients and this one has 24"):
-        trained((x, y), plan(8, unit="patient"), unit=list(range(24)))
-    with pytest.raises(Refusal, match="views mix records"):
-        trained((x, y), plan(24), views=lambda x: torch.stack([x, x - x.mean(0)], 1))
+        trained((x, y), plan(8, unit="patient"), unit=list(range(24)), most_rows=1)
+    for ids in ([float("nan")] * 24, [None] * 24, torch.zeros(24, 1), [1.5] * 24):
+        with pytest.raises(Refusal, match="one whole number or one text"):
+            trained((x, y), plan(8, unit="patient"), unit=ids, most_rows=1)
+    for options in ({"unit": list(range(24))}, {"most_rows": 3}):
+        with pytest.raises(Refusal, match="go together"):
+            trained((x, y), plan(24, unit="patient" if "unit" in options else "record"), **options)
+    generator, kept = torch.Generator(), [torch.zeros(1)]
+
+    def with_a_mean(x):
+        return torch.stack([x, x - x.mean(0)], 1)
+
+    def of_many(x):
+        return with_a_mean(x) if len(x) > 2 else mirrored(x)
+
+    def of_its_own_dice(x):
+        return with_a_mean(x) + torch.rand(1, generator=generator)
+
+    def with_state(x):
+        kept[0] = 0.5 * kept[0] + x.mean()
+        return torch.stack([x, x - kept[0]], 1)
+
+    for views, said in ((with_a_mean, "mix"), (of_many, "mix"), (of_its_own_dice, "twice"), (with_state, "twice")):
+        with pytest.raises(Refusal, match=said):
+            trained((x, y), plan(24), views=views)
     with pytest.raises(Refusal, match="views must turn"):
         trained((x, y), plan(24), views=lambda x: x[:1])
     with pytest.raises(Refusal, match="inputs, targets"):

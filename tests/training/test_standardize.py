@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tptopk
+from tptopk.privacy.account import open_account, read_account
 from tptopk.privacy.ledger import Ledger, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
@@ -145,8 +146,23 @@ def test_views_count_as_one_record_and_ordinary_training_is_exact():
     torch.testing.assert_close(exact.mean, x.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused(tmp_path):
     layer = Standardize(torch.ones(3))
+    open_account(tmp_path / "account", 10.0, 1e-5)
+    x, y = data()
+
+    def loss(model, batch):
+        return model(batch.transpose(1, 2).unsqueeze(-1)).sum(1)
+
+    for train_set, objective in ((x.flatten(2).transpose(1, 2), loss), ((x[:, :2], y), F.cross_entropy)):
+        model = nn.Sequential(layer, nn.Flatten(), nn.Linear(48 if isinstance(train_set, torch.Tensor) else 32, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(Refusal, match="inputs, targets|channels|failed on made-up"):
+            tptopk.fit(
+                model, train_set, plan(layer, 40.0), optimizer, loss=objective, standardize=layer,
+                account=tmp_path / "account",
+            )  # fmt: skip
+    assert not read_account(tmp_path / "account").runs, "refused before anything is paid"
     with pytest.raises(Refusal, match=r"queries=layer.queries\(\)"):
         fitted(layer, plan(layer, 0))
     with pytest.raises(Refusal, match="layer of the model"):

@@ -193,7 +193,6 @@ def gather(
     model: nn.Module, loss: PerExampleLoss, batch: Batch, engine: str, clip: Clip, memory_limit: int | None
 ) -> None:
     """Run the model forward and backward, and bring every parameter's contribution to `clip`."""
-    torch.clear_autocast_cache()  # weights that an earlier pass rounded: a recording would keep reading them
     if engine == "vmap":
         for name, contribution in vmap_contributions(model, loss, batch).items():
             clip.receive(name, contribution)

@@ -131,7 +131,11 @@ def rows_of(loss: PerExampleLoss, batch: Batch) -> int:
 
 
 def checked_losses(loss: PerExampleLoss, model: nn.Module, batch: Batch) -> Tensor:
-    """The losses [B] of a batch; anything that is not one number an example is refused."""
+    """The losses [B] of a batch; anything that is not one number an example is refused.
+
+    Autocast may remember weights that an earlier pass rounded, and a recording would keep reading them: they are dropped.
+    """
+    torch.clear_autocast_cache()
     losses = loss(model, batch)
     expected = batch_length(batch)
     if not isinstance(losses, Tensor) or losses.shape != (expected,):

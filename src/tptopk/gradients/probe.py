@@ -283,10 +283,11 @@ def _check_capture(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None
                 "of its own layer: it is used as a bare tensor, or inside a checkpoint"
             )
     capture.differentiate(losses[0])
+    rows = rows_of(loss, batch)
     for call in capture.calls:
         for n, gradient in enumerate(call.gradients):
             axis = capture.rules[call.module].batch_axis(call.module, n)
-            if gradient is not None and bool((gradient.narrow(axis, 1, EXAMPLES - 1) != 0).any()):
+            if gradient is not None and bool((gradient.narrow(axis, rows, (EXAMPLES - 1) * rows) != 0).any()):
                 raise NotCaptured(f"{type(call.module).__name__} does not keep the batch on axis {axis} of its output")
 
 

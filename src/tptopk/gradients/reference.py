@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, take
+from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, checked_losses, take
 from tptopk.supports.support import Support, trainable
 
 
@@ -40,7 +40,7 @@ def example_gradient(model: nn.Module, loss: PerExampleLoss, example: Batch, sup
     """The gradient of one example (a batch of length 1), zero outside the support."""
     parameters = trainable(model)
     with torch.enable_grad():
-        value = loss(model, example).sum()
+        value = checked_losses(loss, model, example).sum()
     gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
     masked = {}
     for (name, parameter), g in zip(parameters.items(), gradients, strict=True):

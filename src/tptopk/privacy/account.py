@@ -104,6 +104,14 @@ def charge_account(path: str | Path, plan: Plan, name: str) -> Account:
     return read_account(path)
 
 
+def pay_once(path: str | Path, plan: Plan, name: str) -> Account:
+    """For a run that is resumed: take the plan from the account unless it was taken when the run began."""
+    account = read_account(path)
+    if any(run["name"] == name and Plan.from_dict(run["plan"]) == plan for run in account.runs):
+        return account
+    return charge_account(path, plan, name)
+
+
 def _append(file: int, number: int, before: str, content: dict[str, Any]) -> None:
     _, text = chained(number, before, content)
     try:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import Segment
 from tptopk.privacy.plan import Plan
-from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.refusal import Refusal, check_number
 
 FORMAT = 1
 START = "0" * 64  # stands for the line before the first
@@ -74,7 +74,16 @@ class Ledger:
 
     _broken = False  # whether a line could not be written; then no other is
 
-    def __init__(self, plan: Plan, path: Path | None = None, *, block: int = 1, seeded: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        path: Path | None = None,
+        *,
+        block: int = 1,
+        seeded: bool = False,
+        account_order: float | None = None,
+    ) -> None:
+        """`account_order`: the Rényi order of an account that paid for the plan; attempts together never cost more at it."""
         self.plan, self.path, self.attempt = plan, path, 1
         self.steps = Counter[int]()  # phase index → steps taken, those of earlier attempts that were kept among them
         self.lost = Counter[int]()  # phase index → steps charged whose outcome was lost
@@ -87,7 +96,8 @@ class Ledger:
             self._file = open_locked(path, os.O_CREAT | os.O_EXCL)
         self._allowed = _affordable(plan, self.lost, self.steps)
         self._append({"kind": "plan", "format": FORMAT, "plan": plan.to_dict()})
-        self._append({"kind": "attempt", "attempt": 1, "seeded": seeded, "versions": versions()})
+        paid = {} if account_order is None else {"account_order": account_order}
+        self._append({"kind": "attempt", "attempt": 1, "seeded": seeded, "versions": versions(), **paid})
 
     @classmethod
     def resume(
@@ -115,7 +125,7 @@ class Ledger:
             self.length, self.head, self._size = len(found.lines), found.head, found.size
             if found.torn:
                 os.ftruncate(self._file, found.size)
-            self._allowed = _affordable(self.plan, self.lost, self.steps)
+            self._allowed = _affordable(self.plan, self.lost, self.steps, found.account_order)
             self._append(
                 {
                     "kind": "attempt",
@@ -277,8 +287,13 @@ def _segments(plan: Plan, charged: Mapping[int, int], queries: bool) -> list[Seg
     return [q.segment for q in plan.queries if queries] + spent
 
 
-def _affordable(plan: Plan, lost: Mapping[int, int], taken: Mapping[int, int]) -> int | None:
-    """How many of the remaining steps, in order, keep the whole within what the plan costs; None: all of them."""
+def _affordable(
+    plan: Plan, lost: Mapping[int, int], taken: Mapping[int, int], account_order: float | None = None
+) -> int | None:
+    """How many of the remaining steps, in order, keep the whole within what the plan costs; None: all of them.
+
+    An account paid for the plan at its own Rényi order: there the whole must not cost more either.
+    """
     if not plan.spec.private or (not any(lost.values()) and plan.target_epsilon is None):
         return None
     budget = plan.epsilon() if plan.target_epsilon is None else plan.target_epsilon
@@ -290,10 +305,17 @@ def _affordable(plan: Plan, lost: Mapping[int, int], taken: Mapping[int, int]) -
         total = Counter(lost) + Counter(taken) + Counter(remaining[:steps])
         return accounting.epsilon(_segments(plan, total, True), plan.delta, plan.accountant)
 
-    low, high = 0, len(remaining) + 1  # cost(low) is within the budget or low is 0; cost(high) is not
+    def paid(steps: int) -> bool:
+        if account_order is None:
+            return True
+        total = _segments(plan, Counter(lost) + Counter(taken) + Counter(remaining[:steps]), True)
+        whole = [phase.segment for phase in (*plan.queries, *plan.phases)]
+        return accounting.renyi_cost(total, account_order) <= accounting.renyi_cost(whole, account_order)
+
+    low, high = 0, len(remaining) + 1  # `low` steps are within the budget or low is 0; `high` are not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if cost(middle) <= budget else (low, middle)
+        low, high = (middle, high) if cost(middle) <= budget and paid(middle) else (low, middle)
     return low
 
 
@@ -339,6 +361,7 @@ class LedgerRecord:
     size: int  # bytes of the lines that were
     problems: list[str] = field(default_factory=list)  # charges that are not the plan's
     versions: dict[str, str] = field(default_factory=dict)  # of the software, in the last attempt
+    account_order: float | None = None  # the Rényi order at which an account paid for the plan
 
     @property
     def head(self) -> str:
@@ -397,6 +420,9 @@ def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -
             if line["kind"] == "attempt":
                 record.attempts = line["attempt"]
                 record.seeded |= line["seeded"]
+                record.account_order = line.get("account_order", record.account_order)
+                if record.account_order is not None:
+                    check_number("account_order", record.account_order, above=1)
                 record.versions = {str(name): str(value) for name, value in line["versions"].items()}
             elif line["kind"] == "steps":
                 _take_charge(record, line)

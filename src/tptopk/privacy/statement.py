@@ -204,9 +204,10 @@ def _limits(plan: Plan, facts: Facts) -> list[str]:
         "- Choosing hyper-parameters, or the best of several runs, on the private data: every run on it counts, and this statement "
         "counts one.",
         "- Initial weights, features or settings that were made from the private data before this run.",
-        "- A loader or collate function that mixes records: each record must be read on its own.",
+        "- A loader, collate or views function that mixes records: each record must be read on its own.",
         "- Statistics of the data used in preprocessing, unless they are listed above as a query.",
-        "- Training loss or accuracy measured on the private records. This library computes none.",
+        "- Training loss or accuracy measured on the private records. This library shows none"
+        + (", beyond what the queries above ask." if plan.queries else "."),
         *(
             ["- The metrics on the test set: they describe the test records, which have no guarantee."]
             if facts.test_metrics

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tptopk.gradients.examples import PerExampleLoss
+from tptopk.gradients.examples import Batch, PerExampleLoss, checked_losses
+from tptopk.gradients.probe import versions_of
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_number
@@ -84,15 +85,13 @@ class Annealer:
         after, step = self._weights(), self._taken
         total = torch.zeros((), device=self._device)
         chosen = self._sampler.sample(0, step, self._numbers.sample_rate)
-        self._model.eval()
         for batch in micro_batches(self._records, chosen, self._batch, self._device):
-            losses = self._loss(self._model, batch)
+            losses = self._losses(batch)
             self._put(self._before)
-            changes = losses - self._loss(self._model, batch)
+            changes = losses - self._losses(batch)
             self._put(after)
             bound = self._settings.bound
             total += torch.where(torch.isfinite(changes), changes, 0.0).clamp(-bound, bound).sum()
-        self._model.train()
         change = float(self._mechanism.answer(self._query, total.view(1), step))
         self._taken += 1
         temperature = self._settings.temperature * (1 - step / self._steps)
@@ -102,6 +101,14 @@ class Annealer:
         else:
             self._put(self._before)
         return stands
+
+    def _losses(self, batch: Batch) -> Tensor:
+        """In the mode that was tried out before the run, and leaving no trace in the model, as there."""
+        untouched = versions_of(self._model)
+        losses = checked_losses(self._loss, self._model, batch)
+        if versions_of(self._model) != untouched:
+            raise RuntimeError("a tensor of the model was changed while losses were computed; nothing was released")
+        return losses
 
     def _put(self, weights: list[Tensor]) -> None:
         for parameter, value in zip(trainable(self._model).values(), weights, strict=True):

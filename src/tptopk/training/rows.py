@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,8 +50,9 @@ def shifted(views: int, pixels: int = 4) -> Views:
 class RowRecords(Records):
     """A dataset whose examples are units of several records, or records seen in several views, or both.
 
-    A batch is (rows [B, R, …], weights [B, R]), as `MeanOverRows` takes it. A unit of fewer than R records is filled up with
-    rows of weight zero; of one with more than `most_rows`, the first `most_rows` take part.
+    A batch is (rows [B, R, …], weights [B, R]), as `MeanOverRows` takes it. R is `most_rows`, a public number, times the views:
+    were it the longest unit's, that unit would shape how everybody's gradients are computed. A unit of fewer records is
+    filled up with rows of weight zero; of one with more, the first `most_rows` take part.
     """
 
     def __init__(
@@ -60,7 +61,11 @@ class RowRecords(Records):
         super().__init__(dataset, collate)
         self._views = views
         self._members: Tensor | None = None
-        if unit is not None:
+        if (unit is None) != (most_rows is None):
+            raise Refusal(
+                "unit and most_rows go together: most_rows is a public number, the most records of one unit that take part in a step"
+            )
+        if unit is not None and most_rows is not None:
             self._members, self._counts = _members(unit, super().__len__(), most_rows)
 
     def __len__(self) -> int:
@@ -86,29 +91,41 @@ class RowRecords(Records):
         if self._views is None:
             return
         like, _ = _pair(self.fetch(torch.zeros(1, dtype=torch.long)))
-        first, second, third = (made_up(like, np.random.default_rng(n)) for n in range(3))
+        one, *others = (made_up(like, np.random.default_rng(n)) for n in range(20))
         with _same_dice() as again:
-            seen = []
-            for other in (second, second, third):
+
+            def seen(place: int, beside: list[Tensor]) -> Tensor:
                 again()
-                seen.append(_checked(self._views(torch.cat([first, other])), torch.cat([first, other]))[0])
-        if torch.equal(seen[0], seen[1]) and not torch.equal(seen[0], seen[2]):
-            raise Refusal("the views mix records: those of the first record change with the second record")
+                batch = torch.cat([*beside[:place], one, *beside[place:]])
+                assert self._views is not None
+                return _checked(self._views(batch), batch)[place]
+
+            for place, count in ((0, 1), (0, 8), (4, 8), (8, 8)):
+                first, other = seen(place, others[:count]), seen(place, others[-count:])
+                if not torch.equal(first, seen(place, others[:count])):
+                    raise Refusal(
+                        "the views of a record are not the same twice under one seed: they keep state, or draw from a generator of their own "
+                        "(use torch.rand, numpy.random or random), so that it cannot be tried out whether they mix records"
+                    )
+                if not torch.equal(first, other):
+                    raise Refusal("the views mix records: those of one record change with the records beside it")
 
 
-def _members(unit: Any, records: int, most_rows: int | None) -> tuple[Tensor, Tensor]:
+def _members(unit: Any, records: int, most_rows: int) -> tuple[Tensor, Tensor]:
     """[U, R] the records of each unit, the first repeated where there are fewer; and [U] how many there are."""
-    ids: Sequence[Any] = unit.tolist() if isinstance(unit, (Tensor, np.ndarray)) else list(unit)
+    ids = [one.item() if isinstance(one, (Tensor, np.generic)) and np.ndim(one) == 0 else one for one in unit]
     if len(ids) != records:
         raise Refusal(f"unit holds {len(ids)} ids for {records} records; it needs one for each")
-    if most_rows is not None:
-        check_count("most_rows", most_rows)
+    if not all(isinstance(one, (int, str)) for one in ids):
+        raise Refusal(
+            "unit must hold one whole number or one text for each record; others may not be equal where they should be"
+        )
+    check_count("most_rows", most_rows)
     groups: dict[Any, list[int]] = {}
     for index, one in enumerate(ids):
         groups.setdefault(one, []).append(index)
     chosen = [group[:most_rows] for group in groups.values()]
-    longest = max(len(group) for group in chosen)
-    filled = torch.tensor([group + group[:1] * (longest - len(group)) for group in chosen])
+    filled = torch.tensor([group + group[:1] * (most_rows - len(group)) for group in chosen])
     return filled, torch.tensor([float(len(group)) for group in chosen])
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +31,17 @@ from tptopk.supports.warmup import WarmUp
 from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_durably
 
 FORMAT = 1
+
+
+FILES = (
+    "ledger.jsonl",
+    "run.json",
+    "plan.json",
+    "metrics.jsonl",
+    "model.safetensors",
+    "support.safetensors",
+    "statement.md",
+)
 
 
 @dataclass(frozen=True)
@@ -95,20 +107,32 @@ class RunFolder:
     """Writes a run folder; refuses one that already holds a run, unless that is to be resumed."""
 
     def __init__(
-        self, path: str | Path, model: nn.Module, plan: Plan, config: Mapping[str, Any], *, resume: bool = False
+        self,
+        path: str | Path,
+        model: nn.Module,
+        plan: Plan,
+        config: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        pay: Callable[[str], object] | None = None,
     ) -> None:
+        """`pay` is asked once the folder is known to be free, and may refuse; then nothing is written."""
         self.path = Path(path)
         for name, value in model.state_dict().items():
             if not isinstance(value, torch.Tensor):
                 raise Refusal(f"the model's state holds {name}, a {type(value).__name__}; only tensors can be saved")
         self.ledger = self.path / "ledger.jsonl"
-        exists = (self.path / "run.json").exists() or self.ledger.exists()
-        if exists and not resume:
-            raise Refusal(f"{path} already holds a run; choose another folder, move that one away, or resume it")
+        found = [name for name in FILES if os.path.lexists(self.path / name)]
+        if found and not resume:
+            raise Refusal(
+                f"{path} already holds a run ({found[0]}); choose another folder, move that one away, or resume it"
+            )
         if resume and not self.ledger.exists():
             raise Refusal(f"{path} holds no run to resume")
         try:
+            new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
+            self._paid(pay, new)
             write_durably(self.path / "plan.json", plan.to_json().encode() + b"\n")
             self._write(
                 "run.json", {"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}
@@ -117,13 +141,15 @@ class RunFolder:
         except OSError as error:
             raise Refusal(f"cannot write to {self.path}: {error.strerror}") from error
 
-    def discard(self) -> None:
-        """Take away what was written so far: the run was refused before anything was charged."""
-        self._metrics.close()
-        for name in ("plan.json", "run.json", "metrics.jsonl"):
-            (self.path / name).unlink()
-        with suppress(OSError):  # somebody else's files may lie there
-            self.path.rmdir()
+    def _paid(self, pay: Callable[[str], object] | None, new: bool) -> None:
+        try:
+            if pay is not None:
+                pay(str(self.path))
+        except Refusal:
+            if new:
+                with suppress(OSError):  # somebody else's files may lie there by now
+                    self.path.rmdir()
+            raise
 
     def keep_metrics(self, steps: int) -> list[StepRecord]:
         """Of an earlier attempt keep the records of the first `steps` steps; later ones were lost."""

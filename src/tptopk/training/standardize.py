@@ -8,15 +8,14 @@ example moves a sum by at most that norm; the noisy sum is divided by the public
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from tptopk.gradients.examples import batch_length
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.training.mechanism import Mechanism
+from tptopk.training.rows import RowRecords
 from tptopk.training.sampling import Records
 
 NAMES = ("channel means", "channel second moments")
@@ -84,24 +83,35 @@ class Standardize(nn.Module):
     def _vectors(self, records: Records, indices: Tensor, device: torch.device, mean: Tensor, power: int) -> Tensor:
         """[B, C] each example's average over rows and positions."""
         batch = records.batch(indices, device)
-        weights = None
-        if not isinstance(batch[0], Tensor):  # rows of an example and their weights
-            batch, weights = batch
-        x = batch[0].float()
+        rows, weights = batch if isinstance(records, RowRecords) else (batch, None)
+        if not isinstance(rows, (tuple, list)) or len(rows) != 2 or not isinstance(rows[0], Tensor):
+            raise Refusal("standardize needs records of (inputs, targets)")
+        x = rows[0].float()
         channels_at = 1 if weights is None else 2
         if x.dim() <= channels_at or x.shape[channels_at] != len(self.scale):
             raise Refusal(f"inputs of shape {tuple(x.shape)} do not have {len(self.scale)} channels")
-        rows = x if weights is None else x.flatten(0, 1)  # [n, C, …]
-        values = ((rows - _along(mean, rows)) / _along(self.scale, rows)) ** power
+        each = x if weights is None else x.flatten(0, 1)  # [n, C, …]
+        values = ((each - _along(mean, each)) / _along(self.scale, each)) ** power
         values = values.flatten(2).mean(2) if values.dim() > 2 else values
         if weights is not None:
-            values = (values.view(batch_length(batch), -1, len(self.scale)) * weights[:, :, None]).sum(1)
-        return cast(Tensor, values)
+            values = (values.view(len(indices), -1, len(self.scale)) * weights[:, :, None]).sum(1)
+        if values.shape != (
+            len(indices),
+            len(self.scale),
+        ):  # one vector a record, or a record would count more than once
+            raise Refusal(
+                f"records of shape {tuple(x.shape[1:])} do not give one number for each of {len(self.scale)} channels"
+            )
+        return values
 
 
-def check_queries(layer: Standardize | None, plan: Plan, model: nn.Module) -> None:
+def check_queries(
+    layer: Standardize | None, plan: Plan, model: nn.Module, records: Records, device: torch.device
+) -> None:
+    """Refuse, before anything is charged, a layer whose queries the plan does not hold or the records cannot answer."""
     if layer is None:
         return
+    layer._vectors(records, torch.zeros(1, dtype=torch.long), device, layer.mean, 1)
     if layer not in model.modules():
         raise Refusal("standardize must be a layer of the model")
     if not plan.spec.private:

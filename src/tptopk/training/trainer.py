@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -22,7 +23,7 @@ from tptopk.gradients.examples import Batch, MeanOverRows, per_example, take
 from tptopk.gradients.memory import memory_bound, parse_bytes
 from tptopk.gradients.precision import CLIPPINGS, check_precision, computing_in, forward_in
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_maker
-from tptopk.privacy.account import charge_account
+from tptopk.privacy.account import charge_account, pay_once, read_account
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.oracle import refuse_oracles
@@ -96,7 +97,7 @@ def fit(
     `views`: a function from inputs [B, …] to [B, V, …], several versions of each example (mirrored, shifted), whose
     gradients are averaged before they are clipped as one. `unit`: an id for each record, where the plan's `unit` is
     something else than a record: records of one id are drawn together and averaged, so that the guarantee is for the
-    unit; of a unit with more than `most_rows` records the first `most_rows` take part.
+    unit. `most_rows`, a public number, is how many records of a unit take part at most: the first ones.
     `standardize`: a `Standardize` layer of the model, whose statistics are released by two queries of the plan.
     `clipping`: "flat", or "auto-s" (automatic clipping), which scales every gradient to a norm just below C.
     `annealing`: take back steps that seem to raise the loss (SA-DP-SGD); that is asked of the data, by queries of the plan.
@@ -135,7 +136,7 @@ def fit(
                 + ("give unit=, an id for each record" if unit is None else "say Plan.calibrate(unit=…)")
             )
         records = Records(train_set, collate)
-        if views is not None or unit is not None:
+        if views is not None or unit is not None or most_rows is not None:
             records.refuse_mixing_collate()
             records = RowRecords(train_set, collate, views, unit, most_rows)
             records.refuse_mixing_views()
@@ -158,7 +159,7 @@ def fit(
         check_precision(precision)
         if clipping not in CLIPPINGS:
             raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
-        check_queries(standardize, plan, model)
+        check_queries(standardize, plan, model, records, device)
         if annealing is not None:
             query_of(annealing, plan)
             if team.size > 1:
@@ -217,16 +218,15 @@ def fit(
             if resume and out is not None:
                 ledger = resumed(Path(out), plan, standing, seeded=seed is not None, from_start=standardize is None)
                 streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
-            folder = RunFolder(out, model, plan, config or {}, resume=resume) if out is not None else None
-            if account is not None and not resume:  # a resumed run was paid for when it began
-                try:
-                    charge_account(account, plan, str(folder.path) if folder else "")
-                except Refusal:
-                    if folder:
-                        folder.discard()
-                    raise
+            pay = None if account is None else partial(pay_once if resume else charge_account, account, plan)
+            if out is not None:
+                folder = RunFolder(out, model, plan, config or {}, resume=resume, pay=pay)
+            elif pay is not None:
+                pay("")
             if not resume:
-                ledger = Ledger(plan, folder.ledger if folder else None, seeded=seed is not None)
+                order = None if account is None else read_account(account).order
+                path = folder.ledger if folder else None
+                ledger = Ledger(plan, path, seeded=seed is not None, account_order=order)
     with team.together():
         if not team.is_first:
             if resume and out is not None:
