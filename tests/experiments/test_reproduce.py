@@ -130,6 +130,8 @@ def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk,
     runs = reproduce.read_results(tmp_path / "results/quick/main.jsonl")
     assert all(0.999 * 3 <= run["epsilon"] <= 3 and abs(run["epsilon_second_opinion"] - 3) < 0.02 for run in runs)
 
+    status, out, _ = tptopk("reproduce", "table-main", "--quick", "--only", "mnist", "--part", "1/2")
+    assert status == 0 and not out, "a share writes no document"
     status, _, error = tptopk("reproduce", "figure-pipeline", "--quick")
     assert status == 0 and (tmp_path / "results/quick/pipeline.png").stat().st_size > 10_000, error
     status, _, error = tptopk("reproduce", "figure-energy", "--quick")

@@ -205,6 +205,7 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
     assert "Of 54 such intervals about 2.7 exclude 0 by chance" in document
     assert "with 3 seeds, 2 degrees of freedom" in document
     assert row(document, "MNIST", "1", "tp-topk", "2.9991", "2.9985", "3.2104")[6:] == ["9 + 21", "3.500 / 2.250", "400 of 1,000"]  # fmt: skip
+    assert row(document, "`split.jsonl`", "27", "-0.0009")[3:] == ["-0.0006 to -0.0006", "+0.2113 to +0.2113"]
     seconds = 2.0 * (162 + 156 + 27 + 27 + 21) + 5.0 * 9 + 3.0 * 2
     assert f"Runs of the tables: 402 of 402. Seconds of all runs together: {seconds:,.0f}." in document
     for target in ("main", "ratio", "split", "medical", "context", "diagnostics"):

@@ -37,7 +37,9 @@ def reproduce_(
     data_dir: Annotated[str | None, typer.Option(help="folder with the benchmarks; TPTOPK_DATA unless given")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     only: Annotated[str | None, typer.Option(help="datasets, separated by commas")] = None,
-    part: Annotated[str, typer.Option(help="which share of the runs, as 2/6: the second of six processes")] = "1/1",
+    part: Annotated[
+        str, typer.Option(help="only the second of six shares of the runs, as 2/6; nothing is written but runs")
+    ] = "1/1",
 ) -> None:
     """Run what a table or figure needs and has not been run yet; then write the document, ours beside the paper's."""
     if target != "all" and target not in TARGETS:
@@ -54,6 +56,8 @@ def reproduce_(
             file = folder / f"{name}.jsonl"
             run = _judged_supports if name == "diagnostics" else None
             reproduce.run_all(wanted, file, data_dir, device, _progress(name, len(wanted), _left(wanted, file)), run)
+    if shares > 1 and not render:
+        return
     for complaint in write(folder, path, quick=quick):
         print(f"warning: {complaint}", file=sys.stderr)
     print(path)

@@ -123,6 +123,7 @@ def document(
         "ε of each cell, the largest over its runs: by privacy loss distributions (dp-accounting), by the project's own accountant, and by RDP, which the paper uses. "
         "Noise is set so that the first meets the target.",
         _accounting(main),
+        _accountants(found),
         "## Tuning",
         _tuning(tuning),
         "## Where the paper disagrees with itself",
@@ -130,7 +131,7 @@ def document(
         "## Left out, and what differs",
         _left_out(),
     ]  # fmt: skip
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _how(found: Mapping[str, Outcomes]) -> str:
@@ -199,6 +200,24 @@ def _accounting(main: Outcomes) -> str:
         return f"{NOT_RUN}."
     head = ["dataset", "target ε", "method", "PLD", "second opinion", "RDP", "steps", "σ", "k of d"]
     return table(head, rows)
+
+
+def _accountants(found: Mapping[str, Outcomes]) -> str:
+    """How far the accountants lie apart, over all private runs of each file."""
+    rows = []
+    for name, outcomes in found.items():
+        runs = [run for run in outcomes.runs if run.get("epsilon") is not None]
+        if runs:
+            over = max(run["epsilon"] - run["recipe"]["target_epsilon"] for run in runs)
+            apart = [
+                [run[key] - run["epsilon"] for run in runs if run.get(key) is not None]
+                for key in ("epsilon_second_opinion", "epsilon_rdp")
+            ]
+            between = [f"{min(values):+.4f} to {max(values):+.4f}" if values else "–" for values in apart]
+            rows.append([f"`{name}.jsonl`", str(len(runs)), f"{over:+.4f}", *between])
+    if not rows:
+        return ""
+    return table(["file", "private runs", "PLD − target, largest", "second opinion − PLD", "RDP − PLD"], rows)
 
 
 def _tuning(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
