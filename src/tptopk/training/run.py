@@ -29,6 +29,8 @@ from tptopk.supports.support import Support
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_durably
+from tptopk.training.metrics import JsonLines
+from tptopk.training.metrics import StepRecord as StepRecord
 
 FORMAT = 1
 
@@ -42,17 +44,6 @@ FILES = (
     "support.safetensors",
     "statement.md",
 )
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What a step may show: numbers of the plan, and of the private gradient."""
-
-    step: int  # over all phases, from 1
-    phase: int
-    support_size: int
-    learning_rate: float
-    gradient_norm: float | None  # of the private gradient; None in a run that is not private
 
 
 @dataclass(repr=False)
@@ -137,7 +128,7 @@ class RunFolder:
             self._write(
                 "run.json", {"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}
             )
-            self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            self._metrics = JsonLines(self.path / "metrics.jsonl")
         except OSError as error:
             raise Refusal(f"cannot write to {self.path}: {error.strerror}") from error
 
@@ -162,11 +153,11 @@ class RunFolder:
                 raise Refusal(f"{self.path / 'metrics.jsonl'} cannot be read: {error}") from error
         text = "".join(json.dumps(asdict(record)) + "\n" for record in kept)
         write_durably(self.path / "metrics.jsonl", text.encode())
-        self._metrics = open(self.path / "metrics.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._metrics = JsonLines(self.path / "metrics.jsonl")
         return kept
 
     def record(self, step: StepRecord) -> None:
-        self._metrics.write(json.dumps(asdict(step)) + "\n")
+        self._metrics.step(step)
 
     def keep_warmup(self, warmup: WarmUp) -> None:
         """What advice needs of the warm-up, once it is over: sums of released gradients."""

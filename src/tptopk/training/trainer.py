@@ -38,8 +38,9 @@ from tptopk.training.annealing import Annealer, Annealing, query_of
 from tptopk.training.distributed import Team
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
+from tptopk.training.metrics import Metrics, StepRecord, metrics_of
 from tptopk.training.rows import RowRecords, Views
-from tptopk.training.run import Run, RunFolder, StepRecord, ledger_facts
+from tptopk.training.run import Run, RunFolder, ledger_facts
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
 from tptopk.training.standardize import Standardize, check_queries
 from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow, resumed
@@ -84,7 +85,7 @@ def fit(
     account: str | Path | None = None,
     secure_noise: bool = False,
     seed: int | None = None,
-    on_step: Callable[[StepRecord], None] | None = None,
+    on_step: Metrics | Callable[[StepRecord], object] | None = None,
     on_private_gradient: Callable[[PrivateGradient], None] | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Run:
@@ -119,7 +120,8 @@ def fit(
     `account`: an account file (`tptopk account open`) that pays for the whole plan before the first step.
     `secure_noise`: noise from ChaCha20 instead of Philox; slower, needs the cryptography package.
     `seed`: repeatable noise and samples, for experiments: such a run must not be released.
-    `on_step`: called after every step with its `StepRecord`. `on_private_gradient`: given every private gradient before
+    `on_step`: a function, called after every step with its `StepRecord`; or `tptopk.training.metrics.Metrics`, an object whose
+    `step(record)` and `end(run)` are called, such as `JsonLines(path)`. `on_private_gradient`: given every private gradient before
     the model moves by it; what is made of it without looking at the data again costs nothing.
 
     Formal guarantees: the sequence of private gradients, and so the model and everything else returned except the
@@ -166,6 +168,7 @@ def fit(
                 raise Refusal("annealing asks one process's records; train it in one process")
             if resume:
                 raise Refusal("a run with annealing cannot be resumed: what its queries said is lost")
+        metrics = metrics_of(on_step) if team.is_first else None
         if micro_batch_size is not None:
             check_count("micro_batch_size", micro_batch_size)
         limit = parse_bytes(memory_limit) if memory_limit is not None else None
@@ -312,8 +315,8 @@ def fit(
                     folder.record(history[-1])
                 if folder and done % every == 0 and done < plan.steps:
                     standing.save(folder.path, ledger)
-                if on_step and team.is_first:
-                    on_step(history[-1])
+                if metrics is not None:
+                    metrics.step(history[-1])
         status = "finished"
         dropped = plan.steps - sum(ledger.steps.values())
         if dropped:
@@ -349,6 +352,8 @@ def fit(
         )
         if folder:
             folder.close(run, ledger)
+        if metrics is not None and status != "finished":
+            metrics.end(run)
     if test_set is not None:
         try:
             run.test = evaluate(model, test_set, loss, collate=collate, device=device)
@@ -357,6 +362,8 @@ def fit(
         run.facts = replace(run.facts, test_metrics=bool(run.test))
         if folder:
             folder.describe(run)
+    if metrics is not None:
+        metrics.end(run)
     return run
 
 
