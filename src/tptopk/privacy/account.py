@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tptopk.privacy import accounting
-from tptopk.privacy.ledger import START, append_durably, chained, open_locked, read_chain
+from tptopk.privacy.chain import START, append_durably, chained, open_locked, read_chain
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
 
