@@ -113,14 +113,19 @@ def _pld_epsilon(segments: tuple[Segment, ...], delta: float, interval: float) -
 
 @functools.lru_cache(maxsize=64)
 def _segment_pld(segment: Segment, interval: float) -> Any:
-    one = pld.from_gaussian_mechanism(
-        segment.noise_multiplier,
-        sampling_prob=segment.sample_rate,
+    return _step_pld(segment.noise_multiplier, segment.sample_rate, interval).self_compose(segment.steps)
+
+
+@functools.lru_cache(maxsize=16)
+def _step_pld(noise_multiplier: float, sample_rate: float, interval: float) -> Any:
+    """Of one step: most of the work, and the same for every number of steps that a run has come to."""
+    return pld.from_gaussian_mechanism(
+        noise_multiplier,
+        sampling_prob=sample_rate,
         value_discretization_interval=interval,
         pessimistic_estimate=True,
         use_connect_dots=True,
     )
-    return one.self_compose(segment.steps)
 
 
 def _rdp_epsilon(segments: tuple[Segment, ...], delta: float, *, classic: bool, orders: Orders = ORDERS) -> float:
