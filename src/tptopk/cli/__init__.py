@@ -21,6 +21,7 @@ from tptopk.cli import measuring as measuring
 from tptopk.cli import data as data
 from tptopk.cli import checking as checking
 from tptopk.cli import reproducing as reproducing
+from tptopk.cli import reporting as reporting
 # isort: on
 
 

@@ -1,0 +1,44 @@
+"""The command that makes a page for a meeting: report."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tptopk.cli.options import AsJson, app
+from tptopk.report.page import write_page
+from tptopk.report.sections import standing
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(help="run folders, finished or not")],
+    output: Annotated[str, typer.Option("--output", "-o", help="the page to write")] = "report.html",
+    title: Annotated[str | None, typer.Option(help="the page's heading", show_default=False)] = None,
+    json_: AsJson = False,
+) -> None:
+    """Write one self-contained page about runs: their claims and checks, curves, supports, advice, audit and statement."""
+    with Console(stderr=True).status("checking the runs and adding up what they spent"):
+        sheets, size = write_page(runs, output, title=title)
+    if json_:
+        found = [
+            {
+                "run": run,
+                "holds": sheet.verdict.holds,
+                "epsilon": sheet.verdict.epsilon if math.isfinite(sheet.verdict.epsilon) else None,
+                "words": standing(sheet)[1],
+            }
+            for run, sheet in zip(runs, sheets, strict=True)
+        ]
+        print(json.dumps({"page": output, "bytes": size, "runs": found}))
+        return
+    for run, sheet in zip(runs, sheets, strict=True):
+        colour, words = standing(sheet)
+        if colour != "good":
+            print(f"warning: {run}: {words}", file=sys.stderr)
+    print(f"{output}: {len(sheets)} run{'s' if len(sheets) > 1 else ''}, {size / 1000:.0f} kB; open it in any browser")
