@@ -1,6 +1,6 @@
 """How the defaults of `TPTopKClassifier` were chosen: on half of the breast-cancer table, which no test record is drawn from.
 
-    python benchmarks/tune_table.py               # about ten minutes on one core
+    python benchmarks/tune_table.py               # about a quarter of an hour on one core
 
 Trains `tp-topk` and `dp-sgd` with each setting on ten splits of that half (227 records to train, 57 to validate), and prints the mean
 accuracy. ε is 6 here: half the records at twice the ε meet about the noise that all of them meet at ε = 3. The setting

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 @pytest.mark.slow
 def test_the_ten_lines_of_python_run(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    code = next(code for code in PYTHON if "digits_cnn" in code)
     exec(compile(code, "README.md", "exec"), {})
     epsilon, ratio, accuracy = map(float, capsys.readouterr().out.splitlines()[0].split())
     assert 3.0 * 0.999 <= epsilon <= 3.0 and ratio == pytest.approx(0.4) and accuracy > 0.8
+
+
+@pytest.mark.slow
+def test_the_lines_for_scikit_learn_run(capsys):
+    exec(compile(next(code for code in PYTHON if "TPTopKClassifier" in code), "README.md", "exec"), {})
+    accuracy, epsilon = map(float, capsys.readouterr().out.splitlines()[0].split())
+    assert accuracy > 0.85 and 3.0 * 0.999 <= epsilon <= 3.0
+
+
+@pytest.mark.slow
+def test_the_example_of_a_table_runs(capsys):
+    runpy.run_path(str(Path(__file__).parent.parent / "examples" / "table.py"))
+    said = capsys.readouterr().out
+    assert float(said.split()[2]) > 0.75 and "How the table was read" in said
 
 
 def test_the_methods_table_is_complete():

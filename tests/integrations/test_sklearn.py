@@ -23,7 +23,7 @@ from tptopk import PrivacyWarning, Refusal
 from tptopk.data.columns import Categories, Number, encode
 from tptopk.integrations.sklearn import TPTopKClassifier
 
-FAST = {"accountant": "rdp", "epochs": 8, "batch_size": 0.5}
+FAST = {"accountant": "rdp", "epochs": 8, "batch_size": 0.5, "learning_rate": 0.5, "clip_norm": 1.0}
 undeclared = pytest.mark.filterwarnings("ignore:read from the data:tptopk.privacy.plan.PrivacyWarning")
 
 LESS_THAN_NOISE = {
