@@ -241,6 +241,26 @@ def test_a_step_needs_a_batch_and_a_backward_pass():
     assert torch.equal(weights(model), after) and len(engine.accountant) == 1
 
 
+def test_a_loop_goes_on_after_an_interrupt():
+    class Interrupted(nn.Module):
+        at = 10**6
+
+        def forward(self, x):
+            Interrupted.at -= 1
+            if Interrupted.at == 0 and self.training:
+                raise KeyboardInterrupt
+            return x
+
+    engine, model, optimizer, loader = private(model=nn.Sequential(nn.Linear(6, 3), Interrupted()))
+    train(model, optimizer, loader, steps=1)
+    Interrupted.at = 1
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, loader)
+    with pytest.warns(PrivacyWarning, match="charged all the same"):  # the interrupted batch
+        assert train(model, optimizer, loader) == 6
+    assert len(engine.accountant) == 1 + 1 + 6
+
+
 def test_backward_twice_over_one_forward_pass_is_refused():
     engine, model, _, loader = private()
     x, y = next(iter(loader))
@@ -415,6 +435,23 @@ def test_leaving_in_the_middle_of_a_virtual_batch_leaves_no_part_of_it_behind(mo
     with_samples(monkeypatch, other, [50, 51])
     train(alone, other, fresh, steps=1)
     assert torch.equal(weights(model), weights(alone))
+
+
+def test_every_part_of_a_virtual_batch_is_stepped_on(monkeypatch):
+    engine, model, optimizer, loader = private()
+    with_samples(monkeypatch, optimizer, [*range(6)], [7])
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as physical:
+        parts = iter(physical)
+        next(parts)
+        x, y = next(parts)
+        F.cross_entropy(model(x), y).backward()
+        before = weights(model)
+        with pytest.raises(RuntimeError, match="a part of this sample was left out"):
+            optimizer.step()
+        assert torch.equal(weights(model), before)
+        with pytest.warns(PrivacyWarning, match="charged all the same"):
+            next(parts)
+    assert len(engine.accountant) == 1
 
 
 # Checkpoints.

@@ -53,7 +53,8 @@ def _outputs_as_losses(leaves: list[Any], led: list[int], structure: Any) -> Per
     chosen: list[int] = []  # of the outputs, those led by the example axis
 
     def losses(model: nn.Module, batch: Batch) -> Tensor:
-        given, examples = list(leaves), len(batch[0])
+        examples, device = len(batch[0]), batch[0].device
+        given = [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for n, tensor in zip(led, batch, strict=True):
             given[n] = tensor
         args, kwargs = tree_unflatten(given, structure)

@@ -13,6 +13,7 @@ puts a penalty on bare weights into the loss    refused at the first step: it is
 runs backward twice over one forward pass       refused: add the losses up
 runs forward and backward twice on a batch      the gradients of each record add up and are clipped as one
 goes on to the next batch without a step        in training mode, charged all the same; an empty batch makes its noisy step
+leaves out a part of a virtual batch            refused at the next step; the batch is charged
 looks at a batch alone, begins a new pass       free: the module was not run on it
 runs the module in evaluation mode or no_grad   not recorded
 ==============================================  =================================================================
@@ -101,6 +102,7 @@ class Drawn:
     recording: Recording | None = None
     ran: bool = False  # whether the module was run on some part of the sample
     stepped: bool = False  # whether `step` was called for this part
+    left_out: bool = False  # whether an earlier part of the sample was not stepped on
     total: ClippedSum | None = None  # of the parts so far
 
 
@@ -190,11 +192,13 @@ class PrivateSteps:
     def given(self, part: Part, number: int) -> None:
         if number != self._passes:
             raise RuntimeError("another pass over the private loader has begun since; one pass at a time")
-        if part.first or self._drawn is None:
+        self._depth = 0  # an interrupt may have left a forward pass without its end
+        if part.first:
             self.settle(passed_over=self._drawn is not None and self._drawn.number == number)
             self._drawn = Drawn(part, number, self.next_step)
-        else:
+        elif self._drawn is not None:
             self._close_recording()
+            self._drawn.left_out |= not self._drawn.stepped
             self._drawn.part, self._drawn.stepped = part, False
 
     def end_pass(self, number: int) -> None:
@@ -311,6 +315,11 @@ class PrivateSteps:
             raise BudgetSpent(
                 f"the {sum(self.ledger.charged.values())} steps charged are all that the plan pays for; plan more epochs. "
                 "Nothing was charged"
+            )
+        if drawn.left_out:
+            raise RuntimeError(
+                "a part of this sample was left out: optimizer.step() is called after every part, and moves the model after the last. "
+                "Nothing was charged yet; the sample will be when the next is drawn"
             )
         support = self.policy.support(*drawn.step)
         if drawn.part.size:
