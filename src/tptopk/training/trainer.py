@@ -16,25 +16,24 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
-from tptopk.gradients.clipping import clipped_sum
-from tptopk.gradients.examples import Batch, MeanOverRows, per_example, take
-from tptopk.gradients.memory import memory_bound, parse_bytes
+from tptopk.gradients.examples import Batch, MeanOverRows, per_example
+from tptopk.gradients.memory import parse_bytes
 from tptopk.gradients.precision import CLIPPINGS, check_precision, computing_in, forward_in
-from tptopk.gradients.probe import choose_engine, refuse_unsuitable, working_maker
+from tptopk.gradients.probe import choose_engine, refuse_unsuitable
 from tptopk.privacy.account import charge_account, pay_once, read_account
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.oracle import refuse_oracles
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
-from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
+from tptopk.privacy.refusal import Refusal, check_count, nearest, refuse_unknown_keywords
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
-from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.annealing import Annealer, Annealing, query_of
+from tptopk.training.checks import check_length, check_rates, check_test_set, largest_batch, settle_device
 from tptopk.training.distributed import Team
 from tptopk.training.evaluation import evaluate
 from tptopk.training.mechanism import Mechanism
@@ -47,7 +46,6 @@ from tptopk.training.standing import Standing, check_scheduler_can_be_saved, fol
 from tptopk.training.updates import Updater, WeightAverage, check_optimizer
 
 _trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
-USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of what is free
 MOST_EXAMPLES = {"cpu": 512, "cuda": 65536}  # of one physical batch, unless asked for
 
 
@@ -143,21 +141,12 @@ def fit(
             records = RowRecords(train_set, collate, views, unit, most_rows)
             records.refuse_mixing_views()
         losses = per_example(loss) if type(records) is Records else MeanOverRows(loss)
-        _check_length(records, plan)
-        device = _settle_device(model, device)
+        check_length(records, plan)
+        device = settle_device(model, device)
         check_optimizer(optimizer, model)
         if seed is not None and not (isinstance(seed, int) and abs(seed) < 2**63):
             raise Refusal(f"seed is {seed!r}; it must be a whole number of at most 63 bits")
-        scheduled = getattr(scheduler, "total_steps", plan.steps)
-        if scheduled < plan.steps:
-            raise Refusal(
-                f"the scheduler ends after {scheduled} steps and the plan has {plan.steps}; give it plan.steps"
-            )
-        if isinstance(scheduler, ReduceLROnPlateau):
-            raise Refusal(
-                "ReduceLROnPlateau needs a metric, and none of the private data may be read; use a scheduler of steps"
-            )
-        _check_rates(learning_rates, plan, scheduler)
+        check_rates(learning_rates, plan, scheduler)
         check_precision(precision)
         if clipping not in CLIPPINGS:
             raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
@@ -181,7 +170,7 @@ def fit(
             if math.isinf(plan.epsilon()):
                 raise Refusal("the plan's noise is so small that its ε is infinite")
             if micro_batch_size is None or limit is not None:
-                fits = _largest_batch(model, losses, one, plan, engine, precision, limit)
+                fits = largest_batch(model, losses, one, plan, engine, precision, limit)
                 micro_batch_size = min(fits, micro_batch_size or MOST_EXAMPLES.get(device.type, 512))
         else:
             refuse_unsuitable(model)
@@ -190,7 +179,7 @@ def fit(
             )
             engine = "ordinary"
         if test_set is not None:
-            _check_test_set(model, test_set, loss, collate, device)
+            check_test_set(model, test_set, loss, collate, device)
         if plan.spec.private and model in _trained:
             warnings.warn(
                 "this model was trained privately before in this process: its weights carry that run's cost, which this run's ε does "
@@ -278,7 +267,7 @@ def fit(
             for step in range(ledger.steps[phase], numbers.steps):
                 if ledger.steps_allowed < 1:
                     break
-                _check_length(records, plan)
+                check_length(records, plan)
                 support = policy.support(phase, step)
                 drawn = team.share(sampler.sample(phase, step, numbers.sample_rate) if team.is_first else None)
                 batches = micro_batches(records, drawn, micro_batch_size or 512, device)
@@ -365,95 +354,6 @@ def fit(
     if metrics is not None:
         metrics.end(run)
     return run
-
-
-def _check_test_set(
-    model: nn.Module, test_set: Any, loss: Callable[..., Tensor], collate: Collate | None, device: torch.device
-) -> None:
-    """Try the first test record before anything is charged."""
-    records = Records(test_set, collate)
-    if len(records) == 0:
-        raise Refusal("the test set is empty")
-    training = model.training
-    try:
-        evaluate(
-            model,
-            [test_set[0]] if records.tensors is None else take(records.tensors, slice(0, 1)),
-            loss,
-            collate=collate,
-            device=device,
-        )
-    except Exception as error:
-        raise Refusal(
-            f"the model or the loss failed on the first test record: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        model.train(training)
-
-
-def _check_rates(rates: Sequence[float] | None, plan: Plan, scheduler: LRScheduler | None) -> None:
-    if rates is None:
-        return
-    if scheduler is not None:
-        raise Refusal("give either a scheduler or learning_rates, and not both")
-    if len(rates) != len(plan.phases):
-        raise Refusal(f"learning_rates has {len(rates)} values; the plan has {len(plan.phases)} phase(s)")
-    for rate in rates:
-        check_number("learning rate", rate, above=0)
-
-
-def _check_length(records: Records, plan: Plan) -> None:
-    found = len(records)
-    if found == 0:
-        raise Refusal("the dataset is empty")
-    if found != plan.dataset_size:
-        raise Refusal(
-            f"the plan declares a dataset of {plan.dataset_size} {plan.unit}s and this one has {found}; the size is a public number of "
-            "the plan and must be right throughout the run"
-        )
-
-
-def _settle_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        try:
-            model.to(torch.device(device))
-        except (RuntimeError, AssertionError) as error:  # torch raises either for a device that is not there
-            raise Refusal(f"cannot use device {device!r}: {str(error).splitlines()[0]}") from error
-    places = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(places) != 1:
-        raise Refusal(f"the model's tensors are on {len(places)} devices; move the whole model to one")
-    return places.pop()
-
-
-def _largest_batch(
-    model: nn.Module,
-    loss: Callable[[nn.Module, Batch], Tensor],
-    like: Batch,
-    plan: Plan,
-    engine: str,
-    precision: str,
-    limit: int | None,
-) -> int:
-    """The most examples whose clipped sum stays within the limit, on all coordinates and on as few as the plan's."""
-    device = next(model.parameters()).device
-    if limit is None:
-        limit = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else USUAL_MEMORY
-    make = working_maker(model, loss, like)
-    supports = [Support.full(model)]
-    if plan.spec.sparse:
-        generator = torch.Generator().manual_seed(0)
-        scores = {n: torch.rand(p.shape, generator=generator).to(device) for n, p in trainable(model).items()}
-        supports.append(top_k(scores, plan.active_coordinates(sum(s.numel() for s in scores.values()))))
-    bounds = [
-        memory_bound(
-            lambda n, support=support: clipped_sum(  # type: ignore[misc]
-                model, loss, make(0, n), support, 1.0, engine=engine, precision=precision
-            ),
-            device,
-        )
-        for support in supports
-    ]
-    return min(bound.largest_batch(limit) for bound in bounds)
 
 
 def _ordinary_gradient(
