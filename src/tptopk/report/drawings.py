@@ -136,6 +136,7 @@ def chart(
         else None
     )
     return joined(
+        tag("h4", title),
         tag(
             "div",
             drawing,

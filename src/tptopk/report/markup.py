@@ -59,7 +59,7 @@ def from_markdown(text: str) -> Markup:
     for block in re.split(r"\n\s*\n", text.strip()):
         lines = [line.strip() for line in block.splitlines()]
         if lines[0].startswith("#"):
-            level = min(6, len(lines[0]) - len(lines[0].lstrip("#")) + 3)
+            level = min(6, len(lines[0]) - len(lines[0].lstrip("#")) + 2)
             blocks.append(tag(f"h{level}", lines[0].lstrip("# ")))
         elif lines[0].startswith("|") and len(lines) > 1:
             cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

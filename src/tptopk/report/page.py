@@ -74,7 +74,7 @@ def _page(sheets: Sequence[Sheet], title: str | None, detail: float) -> str:
         f"Private training: {sheets[0].name}" if len(sheets) == 1 else f"Private training: {len(sheets)} runs"
     )
     if len(sheets) == 1:
-        body = run_sections(sheets[0], detail)
+        body = joined(tag("h2", "The run", class_="unseen"), run_sections(sheets[0], detail))
     else:
         parts = [
             tag(
@@ -166,7 +166,7 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
     if seeded:
         lines.append(f"{seeded} of {len(sheets)} runs used a fixed seed: experiments, not for release.")
     lines.append(
-        "Runs on the same data add up: what is claimed for each run alone is more than can be claimed for all of them together."
+        "The claim of each run counts that run alone: if several of them used the same data, what they spent adds up."
     )
     colour = "bad" if failing else "care" if open_ or seeded else "good"
     lead = "Some runs fail their checks" if failing else "The checks of all private runs hold"

@@ -512,7 +512,7 @@ def _audited(sheet: Sheet) -> Markup:
             role="img",
             aria_label=f"at least {most:.3f} of at most {top:.3f}",
         )
-        if top > 0
+        if most > 0
         else None
     )
     return joined(

@@ -1,0 +1,35 @@
+"""Small run folders to report on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import tptopk
+
+BAD = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'\"&\x00"
+
+
+def make_run(folder: Path, method: str = "tp-topk", *, seed: int | None = None, **config: object) -> Path:
+    """A run of nobody's data: 60 steps on 200 made-up records."""
+    torch.manual_seed(0)
+    x = torch.rand(200, 6) - 0.5
+    data = (x, (x[:, 0] > 0).long())
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+    plan = tptopk.Plan.calibrate(
+        method, epsilon=8.0, delta=1e-4, batch_size=50, dataset_size=200, steps=60, warmup=0.4, accountant="rdp"
+    )
+    tptopk.fit(
+        model,
+        data,
+        plan,
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        loss=nn.functional.cross_entropy,
+        test_set=data,
+        out=folder,
+        seed=seed,
+        config={"score": "paper", **config},
+    )
+    return folder
