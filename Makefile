@@ -3,18 +3,21 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(she
 BIN := .venv/bin
 JOBS ?= 2
 
-.PHONY: demo test lint compare clean
+.PHONY: demo test lint docs compare clean
 
 demo: .venv/demo
 	$(BIN)/tptopk train
 
-test: .venv/test lint
+test: .venv/test lint docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 lint: .venv/test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: .venv/test
+	$(BIN)/python -m sphinx -W --keep-going -n -q docs build/docs
 
 compare: .venv/test
 	$(BIN)/tptopk compare --plot docs/compare.png
