@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NEEDS = {"tensorboard_metrics.py": "tensorboard"}
+NEEDS = {"tensorboard_metrics.py": "tensorboard", "hugging_face_loop.py": "transformers"}
 
 
 @pytest.mark.slow
