@@ -144,13 +144,15 @@ def test_a_changed_ledger_is_said_in_red_at_the_top(folder):
 
 def test_another_model_fails_the_page(folder):
     (folder / "model.safetensors").write_bytes((folder / "support.safetensors").read_bytes())
-    assert ("class", "claim bad") in page_of(folder).attributes
+    found = page_of(folder)
+    assert ("class", "claim bad") in found.attributes and "by its log alone: the checks fail" in found.text
 
 
 def test_a_seeded_run_is_an_experiment(tmp_path):
     found = page_of(make_run(tmp_path / "seeded", "dp-sgd", seed=1))
     assert "An experiment, not for release" in found.text and ("class", "claim care") in found.attributes
     assert "has no warm-up" in found.text
+    assert "supports a claim of" not in found.text and "They are right at most" not in found.text
 
 
 def test_a_run_without_privacy_says_so_first(tmp_path):

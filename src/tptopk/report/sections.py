@@ -85,7 +85,7 @@ def _claim(sheet: Sheet) -> Markup:
         unit = sheet.plan.unit if sheet.plan else "record"
         lines.append(
             joined(
-                "Its log supports a claim of ",
+                "Without the seed, its method would satisfy " if sheet.seeded else "Its log supports a claim of ",
                 tag("strong", f"(ε, δ) = ({round_up(verdict.epsilon)}, {verdict.delta:g})", class_="nowrap"),
                 f" differential privacy for every {unit} of the training data.",
             )
@@ -138,6 +138,8 @@ def _figures(sheet: Sheet) -> Markup:
         budget = (
             f"of a budget of {plan.target_epsilon:g}" if plan.target_epsilon else f"by the {plan.accountant} accountant"
         )
+        if not sheet.verdict.holds:
+            budget = "by its log alone: the checks fail"
         tiles.append((round_up(sheet.verdict.epsilon), "ε spent", budget))
         tiles.append((_power(plan.delta), "δ", f"for {plan.dataset_size:,} {plan.unit}s, a public number"))
     elif not sheet.private:
@@ -188,7 +190,7 @@ def best_guess(epsilon: float, delta: float) -> float:
 
 def _meaning(sheet: Sheet) -> Markup:
     plan, epsilon = sheet.plan, sheet.verdict.epsilon
-    if plan is None or not sheet.private or not sheet.verdict.holds or not math.isfinite(epsilon):
+    if plan is None or not sheet.private or sheet.seeded or not sheet.verdict.holds or not math.isfinite(epsilon):
         return Markup()
     most = 100 * best_guess(epsilon, plan.delta)
     shown = f"{math.ceil(most * 10) / 10:.1f}%"

@@ -19,6 +19,7 @@ from tptopk.privacy.statement import statement
 from tptopk.supports.advice import Advice, Candidate, advise
 from tptopk.supports.scores import SCORES
 from tptopk.supports.support import Support
+from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.training.verify import Verdict, verify, warmup_in
 
 POINTS = 40  # of ε over the steps
@@ -203,6 +204,8 @@ def _advice(
     """The advisor's answer, and what the run's own score keeps at each ratio, its own support among them."""
     if not record.plan.spec.warmup and len(record.plan.phases) < 2:
         raise Refusal(f"{record.plan.method} trains in one phase and has no warm-up to learn from.")
+    if not (folder / WARMUP).exists():
+        raise Refusal("It left no record of one: it did not get to its end, or was made before such records were kept.")
     warmup = warmup_in(folder)
     advice = advise(warmup)
     score = score if score in SCORES else "paper"
