@@ -267,7 +267,7 @@ def test_checking_data_is_the_operators_own_step(tptopk, own):
 
 def test_ctrl_c_leaves_a_readable_run(tptopk, tmp_path):
     running = subprocess.Popen(
-        [sys.executable, "-m", "tptopk", "train", "--accountant", "rdp", "--steps", "100000", "--out", "run"],
+        [sys.executable, "-m", "tptopk", "train", "--accountant", "rdp", "--steps", "5000", "--out", "run"],
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
