@@ -267,8 +267,9 @@ def test_checking_data_is_the_operators_own_step(tptopk, own):
 
 def test_ctrl_c_leaves_a_readable_run(tptopk, tmp_path):
     running = subprocess.Popen(
-        [sys.executable, "-m", "tptopk", "train", "--accountant", "rdp", "--steps", "5000", "--out", "run"],
+        [sys.executable, "-m", "tptopk", "train", "--accountant", "rdp", "--steps", "100000", "--out", "run"],
         cwd=tmp_path,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job put into the background ignores it
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
