@@ -157,6 +157,24 @@ def test_rows_of_an_example_are_averaged_before_they_are_clipped(density, limit,
         assert replayed is not None and (flat(replayed) - slow).norm() <= near * slow.norm()
 
 
+@pytest.mark.parametrize("limit", [None, 0])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_one_recording_serves_supports_that_keep_changing(limit, precision, compiled):
+    torch.manual_seed(0)
+    model = networks.scatter_cnn_small().to(CUDA)
+    x, y = torch.randn(100, 81, 7, 7, device=CUDA), torch.randint(0, 10, (100,), device=CUDA)
+    fixed = FixedShapes(model, F.cross_entropy, precision=precision, memory_limit=limit, compiled=compiled)
+    near = {"fp32": 5e-4 if compiled else 1e-4, "tf32": 5e-3, "bf16": 4e-2}[precision]
+    for turn in range(6):
+        support = bench.random_support(model, (0.4, 0.4, 0.1, 0.4, 0.9, 0.01)[turn])
+        found = fixed.clipped_sum((x, y), support, 0.1)
+        assert (found is None) == (turn < 2)
+        if found is not None:
+            slow = flat(clipped_sum(model, F.cross_entropy, (x, y), support, 0.1, precision=precision))
+            assert (flat(found) - slow).norm() <= near * slow.norm() and len(fixed._recorded) == 1
+
+
 def test_no_two_steps_share_noise_with_graphs_on():
     """Records without a gradient: what is released is noise alone, and it is new at every step of a replayed graph."""
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4)).to(CUDA)

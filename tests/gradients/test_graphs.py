@@ -46,6 +46,39 @@ def test_a_recorded_sum_is_the_ordinary_one_also_padded_and_at_new_weights(name,
     assert len(fixed._recorded) == 1
 
 
+@pytest.mark.parametrize("limit", [None, 0])
+@pytest.mark.parametrize("name", CASES)
+def test_one_recording_serves_supports_that_keep_changing(name, limit):
+    model, (x, y) = make(name, 1, 40)
+    fixed = FixedShapes(model, F.cross_entropy, compiled=True, memory_limit=limit)
+    for turn in range(5):
+        support = random_support(model, (0.1, 0.5, 0.02, 0.3, 1.0)[turn])
+        found = fixed.clipped_sum((x, y), support, 0.1)
+        if turn < 2:
+            assert found is None, "two supports that leave soon are not yet a habit"
+            continue
+        slow = flat(clipped_sum(model, F.cross_entropy, (x, y), support, 0.1, engine="reference"))
+        assert found is not None and (flat(found) - slow).norm() <= 1e-5 * slow.norm() + 1e-7
+        assert len(fixed._recorded) == 1
+    assert fixed.clipped_sum((x, y), support, 0.1) is not None, "and one that stays is recorded on its own"
+    assert fixed._recorded_on is support
+
+
+def test_a_support_that_shifts_clips_where_the_active_norm_is_large_alone():
+    """The example's gradient is large where it is inactive: a norm over all coordinates would clip it to nothing."""
+    model = nn.Linear(2, 2, bias=False)
+    x, y = torch.tensor([[1e-3, 1e3]]), torch.tensor([0])
+    masks = [torch.tensor([[True, False], [False, False]]), torch.tensor([[True, False], [True, False]])] * 2
+    fixed = recorder(model)
+    for mask in masks:
+        support = Support({"weight": mask})
+        found = fixed.clipped_sum((x, y), support, 0.1)
+    assert found is not None
+    slow = clipped_sum(model, F.cross_entropy, (x, y), support, 0.1, engine="reference")
+    assert torch.allclose(found.flat, slow.flat, rtol=1e-5, atol=0) and found.flat[0] != 0
+    assert found.flat[1] == found.flat[3] == 0
+
+
 def test_a_bad_example_is_left_to_the_ordinary_way():
     model, (x, y) = make("linear", 1, 8)
     fixed, support = recorder(model), Support.full(model)

@@ -87,7 +87,7 @@ class Dense:
 
     def restrict(self, support: Support, name: str) -> None:
         self.active = support.indices(name)
-        self.values = self.values.reshape(len(self.values), -1).index_select(1, self.active)
+        self.values = support.pick(name, self.values.reshape(len(self.values), -1))
 
     def squared_norms(self, budget: Budget) -> Tensor:
         return squared_norms_of(self.values)

@@ -23,7 +23,7 @@ from tptopk.gradients.clipping import Clip, ClippedSum, gather, shapes_of
 from tptopk.gradients.examples import Batch, batch_length, per_example
 from tptopk.gradients.precision import computing_in, forward_in, slack
 from tptopk.gradients.probe import versions_of
-from tptopk.supports.support import Support
+from tptopk.supports.support import Shifting, Support
 
 Program = Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]]  # leaves, which are real → flat sum, all finite
 
@@ -41,8 +41,8 @@ class _Recorded:
 class FixedShapes:
     """Makes the clipped sums of `clipped_sum`'s capture engine, for one model and one support after another.
 
-    The first `patience` batches on a support go the ordinary way, so that supports that soon change cost no recording.
-    A model that cannot be recorded is said to be so once, and goes the ordinary way.
+    The first `patience` batches on a support go the ordinary way. Where supports change sooner than that, one recording
+    serves all of them, on a mask that is written anew (`Shifting`): more arithmetic, but no launches. A model that cannot be recorded is said to be so once, and goes the ordinary way.
     """
 
     def __init__(
@@ -60,7 +60,10 @@ class FixedShapes:
         self._model, self._precision, self._memory_limit = model, precision, memory_limit
         self._loss = forward_in(per_example(loss), precision)
         self._compiled = compiled
-        self._support: Support | None = None
+        self._support: Support | None = None  # of the last batch
+        self._left_soon = 0  # supports in a row, just before it, that went before they had been recorded
+        self._shifting: Shifting | None = None
+        self._recorded_on: Support | None = None
         self._place: object = None
         self._recorded: dict[Any, _Recorded] = {}
         self._refused = False
@@ -68,12 +71,8 @@ class FixedShapes:
 
     def clipped_sum(self, batch: Batch, support: Support, clip_norm: float) -> ClippedSum | None:
         """The sum; None where the batch has to go the ordinary way."""
-        place = _place(self._model)
-        if support is not self._support or place != self._place:
-            self.forget()
-            self._support, self._place, self._waited = support, place, 0
-        self._waited += 1
-        if self._waited <= self._patience:
+        support_now = self._support_to_record(support)
+        if support_now is None:
             return None
         leaves, structure = tree_flatten(batch)
         examples = batch_length(batch)
@@ -81,6 +80,9 @@ class FixedShapes:
             return None
         device = leaves[0].device
         size = fixed_size(examples, 8 if self._compiled else 32)
+        if support_now is not self._recorded_on:
+            self._recorded.clear()
+            self._recorded_on, self._pool = support_now, None
         key = (size, structure, clip_norm, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves))
         with computing_in(self._precision, device), torch.no_grad():
             if key not in self._recorded:
@@ -105,10 +107,29 @@ class FixedShapes:
     def forget(self) -> None:
         """Drop the recordings and the memory they hold."""
         self._recorded.clear()
-        self._support = self._pool = None
+        self._support = self._shifting = self._recorded_on = self._pool = None
+        self._left_soon = 0
+
+    def _support_to_record(self, support: Support) -> Support | None:
+        """What to record for this batch: its support, or one that shifts to it; None while it is worth neither."""
+        place = _place(self._model)
+        if place != self._place:
+            self.forget()
+            self._place = place
+        if support is not self._support:
+            self._left_soon = self._left_soon + 1 if self._support is not None and self._waited <= self._patience else 0
+            self._support, self._waited = support, 0
+        self._waited += 1
+        if self._waited > self._patience:
+            return support
+        if self._left_soon < 2:
+            return None
+        self._shifting = self._shifting or Shifting(support)
+        self._shifting.become(support)
+        return self._shifting
 
     def _record(self, leaves: list[Tensor], structure: Any, size: int, clip_norm: float) -> _Recorded:
-        support, device = self._support, leaves[0].device
+        support, device = self._recorded_on, leaves[0].device
         assert support is not None
 
         def program(leaves: list[Tensor], real: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from tptopk.gradients import kernels
 from tptopk.gradients.contributions import Budget, Dense, squared_norms_of
 from tptopk.gradients.precision import in_two, may_round, scaled, to_tf32
-from tptopk.supports.support import Support
+from tptopk.supports.support import Shifting, Support
 
 Axes = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
@@ -236,11 +236,12 @@ class Products:
         room = PIECE["traced" if get_proxy_mode() else "cuda" if self.g.is_cuda else "cpu"]
         step = max(1, room // self._numbers_of_one())
         for piece in (slice(start, start + step) for start in range(0, batch, step)):
-            values, places = self._piece(self.g[piece], replace(self.x, base=self.x.base[piece]))
-            if places is not None and kernels.usable(values):
-                kernels.pick(values, places, kept[piece], squares[piece])
-                continue
-            values = values if places is None else values.index_select(1, places)
+            values, active_alone = self._piece(self.g[piece], replace(self.x, base=self.x.base[piece]))
+            if not active_alone and self._support is not None:
+                if kernels.usable(values) and not isinstance(self._support, Shifting):
+                    kernels.pick(values, self._support.indices(self._name), kept[piece], squares[piece])
+                    continue
+                values = self._support.pick(self._name, values)
             norms.append(squared_norms_of(values))
             if keep:
                 kept[piece] = values
@@ -251,15 +252,15 @@ class Products:
         matrix = self.g.shape[2] * self.x.width
         return matrix + (0 if self._has_kernel else self.x.count * self.x.width)
 
-    def _piece(self, g: Tensor, x: Windows) -> tuple[Tensor, Tensor | None]:
-        """[b, n] some examples' gradients, and where in them the active coordinates are (None: all are)."""
+    def _piece(self, g: Tensor, x: Windows) -> tuple[Tensor, bool]:
+        """[b, n] some examples' gradients, and whether they hold active coordinates alone."""
         if self._has_kernel and self._support is not None:
-            return self._by_kernel(g, x, True)[1], self._support.indices(self._name)
+            return self._by_kernel(g, x, True)[1], False
         inputs = x.written()
         if self._support is None or self._is_product:
             g, inputs = self._picked(g, inputs)
-            return torch.bmm(g.transpose(1, 2), inputs).flatten(1), None
-        return torch.bmm(g.transpose(1, 2), inputs).flatten(1), self._support.indices(self._name)
+            return torch.bmm(g.transpose(1, 2), inputs).flatten(1), True
+        return torch.bmm(g.transpose(1, 2), inputs).flatten(1), False
 
     def _by_kernel(self, g: Tensor, x: Windows, keep: bool) -> tuple[Tensor, Tensor]:
         squares, values = kernels.write_products(g, x.base, *x.offsets(), keep, list(x.base.stride()))

@@ -28,6 +28,7 @@ class Facts:
     attempts: int = 1  # more than one if the run was resumed
     versions: dict[str, str] = field(default_factory=dict)  # of the software
     taken_steps: list[int] | None = None  # for each phase, those whose outcome is in the model
+    training_loss: bool = False  # somebody asked to be shown it
 
 
 def statement(plan: Plan, facts: Facts) -> str:
@@ -45,7 +46,12 @@ def charged_segments(plan: Plan, facts: Facts) -> list[Segment]:
 
 
 def facts_of(
-    record: LedgerRecord, *, test_metrics: bool = False, averaged: bool = False, generator: str = "philox"
+    record: LedgerRecord,
+    *,
+    test_metrics: bool = False,
+    averaged: bool = False,
+    generator: str = "philox",
+    training_loss: bool = False,
 ) -> Facts:
     """What a ledger alone says. Without its closing line the whole plan is charged, if that is more."""
     plan, phases = record.plan, range(len(record.plan.phases))
@@ -63,6 +69,7 @@ def facts_of(
         attempts=record.attempts,
         versions=record.versions,
         taken_steps=_taken(record),
+        training_loss=training_loss,
     )
     if not plan.spec.private:
         return facts
@@ -206,8 +213,12 @@ def _limits(plan: Plan, facts: Facts) -> list[str]:
         "- Initial weights, features or settings that were made from the private data before this run.",
         "- A loader, collate or views function that mixes records: each record must be read on its own.",
         "- Statistics of the data used in preprocessing, unless they are listed above as a query.",
-        "- Training loss or accuracy measured on the private records. This library shows none"
-        + (", beyond what the queries above ask." if plan.queries else "."),
+        "- Training loss or accuracy measured on the private records. "
+        + (
+            "**This run showed its training loss**: keep its logs as secret as the records."
+            if facts.training_loss
+            else "This library shows none" + (", beyond what the queries above ask." if plan.queries else ".")
+        ),
         *(
             ["- The metrics on the test set: they describe the test records, which have no guarantee."]
             if facts.test_metrics

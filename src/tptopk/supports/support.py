@@ -65,6 +65,10 @@ class Support:
             self._indices[name] = torch.nonzero(self.masks[name].reshape(-1))[:, 0]
         return self._indices[name]
 
+    def pick(self, name: str, values: Tensor) -> Tensor:
+        """The active coordinates [B, k] of values [B, n] of a parameter; what is at the others does not matter."""
+        return values.index_select(1, self.indices(name))
+
     def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
         """Which rows and columns of a weight [out, …] hold active coordinates (None: all), and whether all they cross are active."""
         if name not in self._crossings:
@@ -153,6 +157,44 @@ class Support:
         except (SafetensorError, KeyError, ValueError, TypeError) as error:
             raise Refusal(f"{path} is not a saved support: {error}") from error
         return cls(masks)
+
+
+class Shifting(Support):
+    """One support after another in the same tensors, for a computation that is recorded once and replayed on each.
+
+    Its sizes are those of a full support and no shape tells which coordinates are active: they are not picked, the
+    others are set to zero.
+    """
+
+    def __init__(self, like: Support) -> None:
+        super().__init__({name: torch.ones_like(mask) for name, mask in like.masks.items()})
+        self._numbers = {name: mask.float().flatten(1) for name, mask in self.masks.items() if mask.dim() > 1}
+        self._now: Support | None = None
+
+    def become(self, support: Support) -> None:
+        if support is self._now:
+            return
+        for name, mask in self.masks.items():
+            mask.copy_(support.masks[name])
+            if name in self._numbers:
+                self._numbers[name].copy_(mask.flatten(1))
+        self._now = support
+
+    def covers(self, name: str) -> bool:
+        return False
+
+    def indices(self, name: str) -> Tensor:
+        mask = self.masks[name]
+        return self._indices.setdefault(name, torch.arange(mask.numel(), device=mask.device))
+
+    def pick(self, name: str, values: Tensor) -> Tensor:
+        return self.keep(name, values.view(len(values), *self.masks[name].shape)).flatten(1)
+
+    def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
+        return None, None, False
+
+    def as_numbers(self, name: str) -> Tensor:
+        return self._numbers[name]
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

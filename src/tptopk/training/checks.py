@@ -16,7 +16,7 @@ from tptopk.gradients.probe import working_maker
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.supports.selection import top_k
-from tptopk.supports.support import Support, trainable
+from tptopk.supports.support import Shifting, Support, trainable
 from tptopk.training.evaluation import evaluate
 from tptopk.training.sampling import Collate, Records
 
@@ -98,7 +98,7 @@ def largest_batch(
     precision: str,
     limit: int | None,
 ) -> int:
-    """The most examples whose clipped sum stays within the limit, on all coordinates and on as few as the plan's."""
+    """The most examples whose clipped sum stays within the limit, on all coordinates, on a mask and on as few as the plan's."""
     device = next(model.parameters()).device
     if limit is None:
         limit = torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else USUAL_MEMORY
@@ -107,6 +107,7 @@ def largest_batch(
     if plan.spec.sparse:
         generator = torch.Generator().manual_seed(0)
         scores = {n: torch.rand(p.shape, generator=generator).to(device) for n, p in trainable(model).items()}
+        supports.append(Shifting(supports[0]))
         supports.append(top_k(scores, plan.active_coordinates(sum(s.numel() for s in scores.values()))))
     bounds = [
         memory_bound(

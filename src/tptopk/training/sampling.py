@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Records:
             return
         record = self._dataset[0]
         a, b, c = (_made_up_record(record, seed) for seed in range(3))
-        first, second = (_first(self._collate([a, other])) for other in (b, c))
+        first, second = (_first(self._collate_by_the_same_chance([a, other])) for other in (b, c))
         for x, y in zip(tensors_of(first), tensors_of(second), strict=True):
             if x.shape == y.shape and not torch.equal(x.nan_to_num(), y.nan_to_num()):
                 raise Refusal(
@@ -87,11 +87,19 @@ class Records:
         record = self._dataset[0]
         alike, longer = _made_up_record(record, 1), _made_up_record(record, 1, stretch=3)
         try:
-            short, long = (self._collate([_made_up_record(record, 0), other]) for other in (alike, longer))
+            short, long = (
+                self._collate_by_the_same_chance([_made_up_record(record, 0), other]) for other in (alike, longer)
+            )
         except Exception:  # records of different lengths cannot be put together at all: none can lengthen another
             return None
         same = [t.shape for t in tensors_of(short)] == [t.shape for t in tensors_of(long)]
         return None if same else (short, long)
+
+    def _collate_by_the_same_chance(self, records: list[Any]) -> Batch:
+        """A collate function may draw (which tokens to mask, say): two calls differ by their records alone."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return self._collate(records)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
         return move(self.fetch(indices), device)
@@ -109,15 +117,29 @@ class Records:
 
 
 def _made_up_record(record: Any, seed: int, stretch: int = 1) -> Any:
-    """A record of the same structure that is nobody's; with `stretch`, sequences that many times as long."""
+    """A record of the same structure that is nobody's; with `stretch`, sequences that many times as long.
+
+    Sequences are tensors, arrays, texts, and lists of numbers inside a record, such as a tokenizer's.
+    """
     generator = np.random.default_rng(seed)
 
     def invent(leaf: Any) -> Any:
+        if isinstance(leaf, list):
+            return [made_up(number, generator) for number in leaf] * stretch
         value = made_up(leaf, generator)
-        long = isinstance(value, Tensor) and value.dim() > 0
-        return torch.cat([value] * stretch) if long else value
+        if isinstance(value, str):
+            return " ".join([value] * stretch)
+        if isinstance(value, np.ndarray) and value.ndim > 0:
+            return np.concatenate([value] * stretch)
+        return torch.cat([value] * stretch) if isinstance(value, Tensor) and value.dim() > 0 else value
 
-    return tree_map(invent, record)
+    if isinstance(record, Mapping):  # a tokenizer's mapping is no dict
+        record = dict(record)
+    return tree_map(invent, record, is_leaf=lambda part: part is not record and _is_list_of_numbers(part))
+
+
+def _is_list_of_numbers(part: Any) -> bool:
+    return isinstance(part, list) and bool(part) and all(isinstance(number, (int, float)) for number in part)
 
 
 def _first(batch: Batch) -> Batch:

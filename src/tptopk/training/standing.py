@@ -103,6 +103,19 @@ def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool, from_
     A run that never came to its first checkpoint starts over, with what it charged counted as lost; unless it asked
     queries before its first step, which the plan pays for once.
     """
+    refuse_another_run(folder, plan)
+    found = load_checkpoint(folder)
+    if found is None and not from_start:
+        raise Refusal(f"{folder} was killed before it could keep what its queries released; begin a new run")
+    if found is None:
+        return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded)
+    taken, length, head = place_in_ledger(found, plan, folder)
+    standing.restore(found)
+    return Ledger.resume(folder / "ledger.jsonl", taken, length, head, seeded=seeded)
+
+
+def refuse_another_run(folder: Path, plan: Plan) -> None:
+    """Refuse a folder whose ledger is not of an unfinished run by this plan."""
     if not (folder / "ledger.jsonl").exists():
         raise Refusal(f"{folder} holds no run to resume")
     record = read_ledger(folder / "ledger.jsonl")
@@ -112,11 +125,10 @@ def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool, from_
         raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
     if record.end is not None and record.end["status"] == "finished":
         raise Refusal(f"{folder} holds a run that is finished")
-    found = load_checkpoint(folder)
-    if found is None and not from_start:
-        raise Refusal(f"{folder} was killed before it could keep what its queries released; begin a new run")
-    if found is None:
-        return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded)
+
+
+def place_in_ledger(found: Checkpoint, plan: Plan, folder: Path) -> tuple[dict[int, int], int, str]:
+    """Where the ledger was when the checkpoint was made: steps taken in each phase, lines, and the last line's hash."""
     try:
         other = Plan.from_dict(found.values["plan"]) != plan
         taken = {int(phase): int(count) for phase, count in found.values["taken"].items()}
@@ -125,5 +137,4 @@ def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool, from_
         raise Refusal(f"the checkpoint in {folder} cannot be read: {error}") from error
     if other:
         raise Refusal(f"the checkpoint in {folder} is of another plan")
-    standing.restore(found)
-    return Ledger.resume(folder / "ledger.jsonl", taken, length, head, seeded=seeded)
+    return taken, length, head

@@ -123,6 +123,7 @@ def facts_in(folder: Path, record: LedgerRecord) -> Facts:
         test_metrics=bool(described.get("test_metrics")),
         averaged=bool(described.get("averaged")),
         generator="chacha20" if described.get("generator") == "chacha20" else "philox",
+        training_loss=bool(described.get("training_loss")),
     )
 
 

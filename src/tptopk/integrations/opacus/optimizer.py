@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
 
 from tptopk.integrations.opacus.loader import PoissonLoader
-from tptopk.integrations.opacus.steps import PrivateSteps
-from tptopk.privacy.plan import Phase
+from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.refusal import Refusal, refuse_unknown_keywords
+
+
+class Steps(Protocol):
+    """Who makes private steps for an optimizer."""
+
+    plan: Plan
+
+    @property
+    def next_step(self) -> tuple[int, int] | None:
+        """The phase and step of the plan that come next; None when all are taken."""
+
+    def step(self) -> object:
+        """Make the step on the batch that was drawn."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that backward brought so far."""
 
 
 class PrivateOptimizer(Optimizer):
     """The user's optimizer, whose `step` applies what the mechanism releases and nothing else."""
 
-    def __init__(self, original: Optimizer, steps: PrivateSteps, divisor: float) -> None:
+    def __init__(self, original: Optimizer, steps: Steps, divisor: float) -> None:
         self.original_optimizer, self.expected_batch_size, self._private_steps = original, divisor, steps
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

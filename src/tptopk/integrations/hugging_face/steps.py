@@ -1,0 +1,233 @@
+"""Private steps inside `Trainer`'s loop, and their record on the disk."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import Sampler
+
+from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, take
+from tptopk.privacy.ledger import BudgetSpent, Ledger
+from tptopk.privacy.plan import Plan
+from tptopk.privacy.randomness import Streams
+from tptopk.privacy.refusal import Refusal
+from tptopk.supports.policies import SupportPolicy
+from tptopk.supports.support import Support, trainable
+from tptopk.supports.warmup import WarmUp
+from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
+from tptopk.training.mechanism import Mechanism
+from tptopk.training.metrics import StepRecord
+from tptopk.training.run import Run, RunFolder, ledger_facts
+from tptopk.training.sampling import PoissonSampler
+from tptopk.training.standing import place_in_ledger, refuse_another_run
+from tptopk.training.updates import Updater
+
+FOLDER = "privacy"  # in the output folder, a run folder; in a checkpoint, what the next step needs of it
+
+
+class Draws:
+    """Poisson samples by number. No number is drawn twice, whoever asks."""
+
+    def __init__(self, plan: Plan, *, secure_noise: bool = False) -> None:
+        self.streams = Streams(run=secrets.token_hex(8), secure=secure_noise)
+        self._sampler = PoissonSampler(plan.dataset_size, self.streams)
+        self._plan, self._next = plan, 0
+
+    def sample(self, number: int) -> tuple[Tensor, int]:
+        """The sample of that number, or the next one that nobody has seen; and its number."""
+        number = max(number, self._next)
+        self._next = number + 1
+        return self._sampler.sample(0, number, self._plan.phases[0].sample_rate), number
+
+
+class PoissonBatches(Sampler[list[int]]):
+    """The records of each step of an epoch: fresh Poisson samples of the whole dataset, any of which may be empty.
+
+    Formal guarantees: each record is in a sample with probability `sample_rate`, independently of all else. Where `Trainer` resumes
+    in the middle of an epoch it skips the batches before: their samples are drawn and thrown away unseen, so that the step gets the
+    sample of its own number.
+    """
+
+    def __init__(self, draws: Draws, dataset: Any, plan: Plan, taken: Callable[[], int]) -> None:
+        self._draws, self._dataset, self._plan, self._taken = draws, dataset, plan, taken
+
+    def __len__(self) -> int:
+        return self._plan.phases[0].steps_per_epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        number = self._taken() - self._taken() % len(self)
+        for _ in range(len(self)):
+            if len(self._dataset) != self._plan.dataset_size:
+                raise Refusal(
+                    f"the train_dataset had {self._plan.dataset_size} records and has {len(self._dataset)} now; its size is a public number "
+                    "of the plan and must be right throughout"
+                )
+            chosen, number = self._draws.sample(number)
+            number += 1
+            yield chosen.tolist()
+
+
+class TrainerSteps:
+    """One training by `Trainer`: its optimizer's steps, what they cost, and the run folder that says so."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: PerExampleLoss,
+        engine: str,
+        plan: Plan,
+        streams: Streams,
+        *,
+        micro_batch_size: int,
+        precision: str,
+    ) -> None:
+        self.model, self.loss, self.engine, self.plan = model, loss, engine, plan
+        self._streams, self._most, self._precision = streams, micro_batch_size, precision
+        self.policy = SupportPolicy(plan, Support.full(model), lambda n: streams.numpy("support", n))
+        self._warmup = WarmUp(plan) if plan.spec.warmup else None
+        self.ledger: Ledger | None = None
+        self._batch: Batch | None = None
+        self._history: list[StepRecord] = []
+        self._started = time.monotonic()
+
+    def open(self, path: Path, checkpoint: Path | None, config: Mapping[str, Any]) -> None:
+        """Begin a run in the folder, or go on with the one that is there from a checkpoint of Trainer's."""
+        if checkpoint is None:
+            self._folder = RunFolder(path, self.model, self.plan, config)
+            self.ledger = Ledger(self.plan, self._folder.ledger)
+        else:
+            self.ledger = self._resumed(path, checkpoint)
+            self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
+            self._history = self._folder.keep_metrics(self.taken)
+        self._mechanism = Mechanism(
+            self.model, self.loss, self.plan, self.ledger, self._streams, self.engine, precision=self._precision
+        )
+
+    def _resumed(self, path: Path, checkpoint: Path) -> Ledger:
+        """Every charge after the checkpoint stays charged, and no randomness of before is drawn again."""
+        refuse_another_run(path, self.plan)
+        found = load_checkpoint(checkpoint / FOLDER)
+        if found is None:
+            raise Refusal(f"{checkpoint} holds no privacy state; resume from a checkpoint that PrivateTrainer saved")
+        taken, length, head = place_in_ledger(found, self.plan, checkpoint)
+        ledger = Ledger.resume(path / "ledger.jsonl", taken, length, head)
+        try:
+            self.policy.restore(found.part("policy"))
+            if self._warmup is not None and (part := found.part("warmup")):
+                self._warmup.restore(part, trainable(self.model))
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            ledger.release()
+            raise Refusal(f"the checkpoint {checkpoint} does not fit this model: {error}") from error
+        return ledger
+
+    def save(self, checkpoint: Path) -> None:
+        """Beside the model and the optimizer that Trainer saves: charges, support and scores. No secret is in it."""
+        assert self.ledger is not None
+        parts = {"policy": self.policy.state()}
+        if self._warmup is not None and not self._warmup.complete:
+            parts["warmup"] = self._warmup.state()
+        folder = checkpoint / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(
+            folder,
+            {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()},
+            {
+                "plan": self.plan.to_dict(),
+                "taken": dict(self.ledger.steps),
+                "length": self.ledger.length,
+                "head": self.ledger.head,
+            },
+        )
+
+    @property
+    def taken(self) -> int:
+        return sum(self.ledger.steps.values()) if self.ledger is not None else 0
+
+    @property
+    def steps_left(self) -> int:
+        return self.ledger.steps_allowed if self.ledger is not None else self.plan.steps
+
+    @property
+    def next_step(self) -> tuple[int, int] | None:
+        assert self.ledger is not None
+        for phase, numbers in enumerate(self.plan.phases):
+            if self.ledger.steps[phase] < numbers.steps:
+                return phase, self.ledger.steps[phase]
+        return None
+
+    def use(self, optimizer: Optimizer) -> None:
+        self._optimizer, self._updater = optimizer, Updater(self.model, optimizer)
+
+    def given(self, batch: Batch) -> None:
+        """The batch that the next step is for."""
+        self._batch = batch
+
+    def zero_grad(self) -> None:
+        """Backward is never run outside a step, so there is nothing to drop."""
+
+    def step(self) -> None:
+        """Charge, clip, add up, draw noise and move the model, all for the batch that was given."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise RuntimeError(
+                "there is no batch to step on: every step takes one of its own, by training_step. Nothing was charged"
+            )
+        place = self.next_step
+        if place is None or self.steps_left < 1:
+            raise BudgetSpent(f"the {self.taken} steps taken are all that the plan pays for. Nothing was charged")
+        support = self.policy.support(*place)
+        private = self._mechanism.private_gradient(self.parts(batch), support, *place)
+        self.policy.observe(private)
+        if self._warmup is not None and place[0] == 0:
+            self._warmup.add(private)
+            if self._warmup.complete:
+                self._folder.keep_warmup(self._warmup)
+        norm = float(nn.utils.get_total_norm(private.values.values()))
+        rate = float(self._optimizer.param_groups[0]["lr"])
+        self._updater.apply(private.values, support)
+        self._history.append(StepRecord(self.taken, place[0], support.size, rate, norm))
+        self._folder.record(self._history[-1])
+
+    def parts(self, batch: Batch) -> Iterator[Batch]:
+        """A sample in even physical batches; nothing where no record was drawn."""
+        size = batch_length(batch)
+        count = -(-size // self._most)
+        for n in range(count):
+            yield take(batch, slice(n * size // count, (n + 1) * size // count))
+
+    @torch.no_grad()
+    def mean_loss(self, batch: Batch) -> Tensor:
+        """Of private records, without noise: for whoever asked to see it."""
+        losses = [self.loss(self.model, part) for part in self.parts(batch)]
+        return torch.cat(losses).mean() if losses else torch.zeros((), device=next(self.model.parameters()).device)
+
+    def close(self, status: str, config: Mapping[str, Any], *, test_metrics: bool, training_loss: bool) -> Run:
+        """Write down the end, whatever it was."""
+        assert self.ledger is not None
+        facts = ledger_facts(
+            self.ledger, seeded=False, averaged=False, status=status, generator=self._streams.name
+        )
+        run = Run(
+            self.model,
+            self.plan,
+            self.ledger.epsilon(),
+            self.policy.current,
+            self._history,
+            {},
+            replace(facts, test_metrics=test_metrics, training_loss=training_loss),
+            status,
+            time.monotonic() - self._started,
+            self.engine,
+            self._folder.path,
+            dict(config),
+        )
+        self._folder.close(run, self.ledger)
+        return run
