@@ -23,7 +23,9 @@ from tptopk.gradients.probe import EXAMPLES, choose_engine, working_maker
 from tptopk.privacy.refusal import Refusal
 
 Labels = Mapping[str, Tensor]
-Reading = Callable[[Any, Labels], Tensor]  # (the model's output, labels) → [B]; a KeyError or ValueError where it does not fit
+Reading = Callable[
+    [Any, Labels], Tensor
+]  # (the model's output, labels) → [B]; a KeyError or ValueError where it does not fit
 
 
 def class_of_each(output: Any, labels: Labels) -> Tensor:
@@ -69,7 +71,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     losses = F.cross_entropy(
         logits.float().flatten(0, -2), torch.where(known, targets, 0).flatten().long(), reduction="none"
     ).view(targets.shape)
-    shares = known.float() / known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.dim() - 1)) if known.dim() > 1 else known
+    shares = (
+        known.float() / known.flatten(1).sum(1).clamp(min=1).view(-1, *[1] * (known.dim() - 1))
+        if known.dim() > 1
+        else known
+    )
     return (losses * shares).flatten(1).sum(1) if losses.dim() > 1 else losses * shares
 
 
@@ -129,12 +135,18 @@ def own_losses(model: nn.Module, one: Batch, label_names: Sequence[str]) -> list
             f"a batch of the train_dataset holds none of the labels {list(label_names)}; add them to the records, or give loss=, a "
             "function of (model, batch) that returns [B]"
         )
-    positions = "input_ids" in one and "position_ids" not in one and "position_ids" in inspect.signature(model.forward).parameters
+    positions = (
+        "input_ids" in one
+        and "position_ids" not in one
+        and "position_ids" in inspect.signature(model.forward).parameters
+    )
     with _evaluating(model), torch.no_grad():
         batch = working_maker(model, _of_each_alone, one)(0, EXAMPLES)
         alone = _of_each_alone(model, batch)
         readings = [
-            OwnLoss(reading, names, positions=given) for given in ([False, True] if positions else [False]) for reading in READINGS
+            OwnLoss(reading, names, positions=given)
+            for given in ([False, True] if positions else [False])
+            for reading in READINGS
         ]
         found: list[PerExampleLoss] = [loss for loss in readings if _agrees(loss, model, batch, alone)]
     if not found:

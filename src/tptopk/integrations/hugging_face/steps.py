@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import Sampler
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, take
 from tptopk.privacy.ledger import BudgetSpent, Ledger
@@ -26,53 +24,10 @@ from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.metrics import StepRecord
 from tptopk.training.run import Run, RunFolder, ledger_facts
-from tptopk.training.sampling import PoissonSampler
 from tptopk.training.standing import place_in_ledger, refuse_another_run
 from tptopk.training.updates import Updater
 
 FOLDER = "privacy"  # in the output folder, a run folder; in a checkpoint, what the next step needs of it
-
-
-class Draws:
-    """Poisson samples by number. No number is drawn twice, whoever asks."""
-
-    def __init__(self, plan: Plan, *, secure_noise: bool = False) -> None:
-        self.streams = Streams(run=secrets.token_hex(8), secure=secure_noise)
-        self._sampler = PoissonSampler(plan.dataset_size, self.streams)
-        self._plan, self._next = plan, 0
-
-    def sample(self, number: int) -> tuple[Tensor, int]:
-        """The sample of that number, or the next one that nobody has seen; and its number."""
-        number = max(number, self._next)
-        self._next = number + 1
-        return self._sampler.sample(0, number, self._plan.phases[0].sample_rate), number
-
-
-class PoissonBatches(Sampler[list[int]]):
-    """The records of each step of an epoch: fresh Poisson samples of the whole dataset, any of which may be empty.
-
-    Formal guarantees: each record is in a sample with probability `sample_rate`, independently of all else. Where `Trainer` resumes
-    in the middle of an epoch it skips the batches before: their samples are drawn and thrown away unseen, so that the step gets the
-    sample of its own number.
-    """
-
-    def __init__(self, draws: Draws, dataset: Any, plan: Plan, taken: Callable[[], int]) -> None:
-        self._draws, self._dataset, self._plan, self._taken = draws, dataset, plan, taken
-
-    def __len__(self) -> int:
-        return self._plan.phases[0].steps_per_epoch
-
-    def __iter__(self) -> Iterator[list[int]]:
-        number = self._taken() - self._taken() % len(self)
-        for _ in range(len(self)):
-            if len(self._dataset) != self._plan.dataset_size:
-                raise Refusal(
-                    f"the train_dataset had {self._plan.dataset_size} records and has {len(self._dataset)} now; its size is a public number "
-                    "of the plan and must be right throughout"
-                )
-            chosen, number = self._draws.sample(number)
-            number += 1
-            yield chosen.tolist()
 
 
 class TrainerSteps:
@@ -104,9 +59,14 @@ class TrainerSteps:
             self._folder = RunFolder(path, self.model, self.plan, config)
             self.ledger = Ledger(self.plan, self._folder.ledger)
         else:
-            self.ledger = self._resumed(path, checkpoint)
-            self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
-            self._history = self._folder.keep_metrics(self.taken)
+            ledger = self._resumed(path, checkpoint)
+            try:
+                self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
+                self._history = self._folder.keep_metrics(sum(ledger.steps.values()))
+            except Refusal:
+                ledger.release()
+                raise
+            self.ledger = ledger
         self._mechanism = Mechanism(
             self.model, self.loss, self.plan, self.ledger, self._streams, self.engine, precision=self._precision
         )
@@ -167,7 +127,9 @@ class TrainerSteps:
         self._optimizer, self._updater = optimizer, Updater(self.model, optimizer)
 
     def given(self, batch: Batch) -> None:
-        """The batch that the next step is for."""
+        """The batch that the next step is for. A sample that was drawn is never passed over."""
+        if self._batch is not None:
+            raise RuntimeError("a batch was handed over and optimizer.step() was not called on it; nothing was charged")
         self._batch = batch
 
     def zero_grad(self) -> None:
@@ -212,9 +174,7 @@ class TrainerSteps:
     def close(self, status: str, config: Mapping[str, Any], *, test_metrics: bool, training_loss: bool) -> Run:
         """Write down the end, whatever it was."""
         assert self.ledger is not None
-        facts = ledger_facts(
-            self.ledger, seeded=False, averaged=False, status=status, generator=self._streams.name
-        )
+        facts = ledger_facts(self.ledger, seeded=False, averaged=False, status=status, generator=self._streams.name)
         run = Run(
             self.model,
             self.plan,

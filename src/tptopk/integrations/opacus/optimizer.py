@@ -90,7 +90,8 @@ class BatchMemoryManager:
     ) -> None:
         if not isinstance(data_loader, PoissonLoader) or not isinstance(optimizer, PrivateOptimizer):
             raise Refusal("BatchMemoryManager takes the loader and the optimizer that make_private returned")
-        if data_loader.draws is not optimizer._private_steps:
+        steps: object = optimizer._private_steps
+        if data_loader.draws is not steps:
             raise Refusal("the loader and the optimizer are of two different trainings")
         self._loader = data_loader.in_parts(max_physical_batch_size)
 
