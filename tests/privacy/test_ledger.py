@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -234,18 +235,32 @@ def test_a_ledger_from_a_newer_version_is_refused(tmp_path, monkeypatch):
         read_ledger(tmp_path / "l")
 
 
-def test_a_charge_that_is_not_the_plans_is_found(tmp_path):
-    path = tmp_path / "l"
-    lines = [json.loads(line) for line in written(path).splitlines()]
-    lines[3]["noise_multiplier"] = 9.0
+def forge(path: Path, lines: list[dict]) -> None:
+    """The lines as somebody writes them who knows how they are chained."""
     head, forged = "0" * 64, []
-    for line in lines:
-        line["before"] = head
+    for number, line in enumerate(lines):
+        line["line"], line["before"] = number, head
         head = line["hash"] = head_of(line)
         forged.append(json.dumps(line, separators=(",", ":")))
     path.write_text("\n".join(forged) + "\n")
-    record = read_ledger(path)
-    assert record.problems == ["line 4: noise_multiplier is 9.0, and the plan says 2.0"]
+
+
+@pytest.mark.parametrize(("line", "right"), [(2, 30.0), (3, 2.0)])
+def test_a_charge_that_is_not_the_plans_is_found(tmp_path, line, right):
+    path = tmp_path / "l"
+    lines = [json.loads(text) for text in written(path).splitlines()]
+    lines[line]["noise_multiplier"] = 99.0
+    forge(path, lines)
+    found = read_ledger(path).problems
+    assert found == [f"line {line + 1}: noise_multiplier is 99.0, and the plan says {right}"]
+
+
+def test_a_query_that_the_plan_does_not_have_is_refused(tmp_path):
+    path = tmp_path / "l"
+    lines = [json.loads(text) for text in written(path).splitlines()]
+    forge(path, [*lines[:3], dict(lines[2]), *lines[3:]])
+    with pytest.raises(Refusal, match="line 4 .* charges a query that the plan does not have"):
+        read_ledger(path)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

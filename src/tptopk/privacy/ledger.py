@@ -157,16 +157,7 @@ class Ledger:
         if self._charged_queries:
             return
         for index, query in enumerate(self.plan.queries):
-            self._append(
-                {
-                    "kind": "query",
-                    "query": index,
-                    "name": query.name,
-                    "steps": query.steps,
-                    "noise_multiplier": query.noise_multiplier,
-                    "sample_rate": query.sample_rate,
-                }
-            )
+            self._append(_query_line(self.plan, index))
             self._unanswered |= {(index, step) for step in range(query.steps)}
         self._charged_queries = True
 
@@ -242,6 +233,18 @@ class Ledger:
             self.release()
             self._broken = True
             raise RuntimeError(f"{self.path} could not be written ({error}): nothing was drawn") from error
+
+
+def _query_line(plan: Plan, index: int) -> dict[str, Any]:
+    query = plan.queries[index]
+    return {
+        "kind": "query",
+        "query": index,
+        "name": query.name,
+        "steps": query.steps,
+        "noise_multiplier": query.noise_multiplier,
+        "sample_rate": query.sample_rate,
+    }
 
 
 def _charge_line(plan: Plan, attempt: int, phase: int, first: int, count: int, support_size: int) -> dict[str, Any]:
@@ -354,6 +357,9 @@ def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -
             elif line["kind"] == "steps":
                 _take_charge(record, line)
             elif line["kind"] == "query":
+                if queries == len(plan.queries):
+                    raise Refusal(f"line {line['line'] + 1} of {path} charges a query that the plan does not have")
+                _compare(record, line, _query_line(plan, queries))
                 queries += 1
             elif line["kind"] != "end":
                 raise Refusal(f"line {line['line'] + 1} of {path} is of a kind that this version does not know")
@@ -368,8 +374,13 @@ def _take_charge(record: LedgerRecord, line: Mapping[str, Any]) -> None:
     phase, count = line["phase"], line["count"]
     if not (isinstance(phase, int) and 0 <= phase < len(record.plan.phases) and isinstance(count, int) and count > 0):
         raise Refusal(f"line {line['line'] + 1} charges no step of the plan")
-    expected = _charge_line(record.plan, line["attempt"], phase, line["first"], count, line["support_size"])
+    _compare(
+        record, line, _charge_line(record.plan, line["attempt"], phase, line["first"], count, line["support_size"])
+    )
+    record.charged[phase] += count
+
+
+def _compare(record: LedgerRecord, line: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     for key, value in expected.items():
         if line[key] != value:
             record.problems.append(f"line {line['line'] + 1}: {key} is {line[key]!r}, and the plan says {value!r}")
-    record.charged[phase] += count
