@@ -19,11 +19,11 @@ from tptopk.cli import app
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal
+from tptopk.report.claim import best_guess, standing
 from tptopk.report.drawings import Curve as Line
 from tptopk.report.drawings import chart, density, density_map, thinned
 from tptopk.report.markup import escaped, from_markdown, table, tag
 from tptopk.report.page import MOST_BYTES, compared, page, write_page
-from tptopk.report.sections import best_guess, standing
 from tptopk.report.sheet import POINTS, read_sheet
 from tptopk.supports.support import Support
 from tptopk.training.verify import verify

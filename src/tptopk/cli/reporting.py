@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 
 from tptopk.cli.options import AsJson, app
+from tptopk.report.claim import standing
 from tptopk.report.page import write_page
-from tptopk.report.sections import standing
 
 
 @app.command()

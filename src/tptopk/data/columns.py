@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tptopk.data.tables import MISSING
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest
+
+MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
 
 Array = np.ndarray[Any, Any]
 
@@ -92,14 +93,14 @@ class Categories:
             raise Refusal(
                 f"the categories of column {name!r} are {values!r}; give a list of them, or a number of buckets"
             )
-        known = tuple(map(_word, values))
+        known = tuple(map(as_word, values))
         if not known or len(set(known)) != len(known):
             raise Refusal(f"the categories of column {name!r} are {list(known)}; give each once, and at least one")
         return cls(known, 0)
 
     def inputs(self, values: Array) -> Array:  # [N] → [N, buckets] or [N, categories + 1]
         number = {word: i for i, word in enumerate(self.known)}
-        words = map(_word, values)
+        words = map(as_word, values)
         if self.buckets:
             return np.eye(self.buckets)[[_bucket(word, self.buckets) for word in words]]
         return np.eye(len(number) + 1)[[number.get(word, len(number)) for word in words]]
@@ -146,7 +147,7 @@ def _bucket(word: str, buckets: int) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest(), "little") % buckets
 
 
-def _word(value: Any) -> str:
+def as_word(value: Any) -> str:
     """A value as CSV would hold it: nothing for a missing one, whole numbers without a point."""
     value = plain(value)
     if _is_missing(value):

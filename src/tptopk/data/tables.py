@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tptopk.data.columns import MISSING, as_word
 from tptopk.data.digits import Pair
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?"}
 SUFFIXES = (".csv", ".parquet")
 
 SCHEMA_EXAMPLE = 'target = "outcome", classes = ["no", "yes"], [numeric] age = [0, 120], [categories] sex = ["f", "m"]'
@@ -110,9 +110,9 @@ def schema_of(
             raise Refusal(f"the values of {name!r} are {values!r}; give a list of them")
     return Schema(
         target=target,
-        classes=tuple(map(_text, classes)),
+        classes=tuple(map(as_word, classes)),
         numeric={name: (bounds[0], bounds[1]) for name, bounds in (numeric or {}).items()},
-        categories={name: tuple(map(_text, values)) for name, values in (categories or {}).items()},
+        categories={name: tuple(map(as_word, values)) for name, values in (categories or {}).items()},
         test=test,
     )
 
@@ -236,7 +236,7 @@ def _parquet_columns(path: Path, names: list[str]) -> dict[str, list[str]]:
     try:
         _require(names, parquet.read_schema(path).names, path)
         table = parquet.read_table(path, columns=names)
-        return {name: [_text(value) for value in table.column(name).to_pylist()] for name in names}
+        return {name: [as_word(value) for value in table.column(name).to_pylist()] for name in names}
     except (pyarrow.ArrowException, OSError) as error:
         raise Refusal(f"{path} cannot be read as a Parquet file: {error}") from error
 
@@ -257,14 +257,3 @@ def _numbers(texts: Sequence[str], name: str, path: str | Path) -> tuple[np.ndar
             "column of categories"
         )
     return values, np.isnan(values)
-
-
-def _text(value: Any) -> str:
-    """A value as CSV would hold it: nothing for a missing one, whole numbers without a point."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return ""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return str(value).strip()

@@ -19,9 +19,10 @@ from typing import Any
 from tptopk import __version__
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.refusal import Refusal
+from tptopk.report.claim import pill
 from tptopk.report.drawings import error_bars, percent
 from tptopk.report.markup import Markup, joined, table, tag
-from tptopk.report.sections import figure, pill, run_sections
+from tptopk.report.sections import figure, run_sections
 from tptopk.report.sheet import Sheet, read_sheet
 
 MOST_BYTES = 3_000_000
