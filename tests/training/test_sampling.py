@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import numpy as np
 import pytest
 import torch
@@ -193,3 +195,62 @@ def test_a_collate_that_multiplies_or_mixes_records_is_refused():
     with pytest.raises(Refusal, match="mixes records"):
         Records(Squares(), mixing).refuse_mixing_collate()
     Records(Squares(), padding).refuse_mixing_collate()
+
+
+def padded_lists(records):
+    longest = max(len(r["ids"]) for r in records)
+    return {"ids": torch.tensor([list(r["ids"]) + [0] * (longest - len(r["ids"])) for r in records])}
+
+
+def padded_texts(records):
+    return padded_lists([{"ids": [len(word) for word in r["text"].split()]} for r in records])
+
+
+def masked_at_random(records):
+    x = torch.stack([r[0] for r in records])
+    return torch.where(torch.rand(x.shape) < 0.3, 0.0, x), torch.tensor([r[1] for r in records])
+
+
+class OtherMapping(UserDict):
+    """As a tokenizer's output: a mapping and no dict."""
+
+
+@pytest.mark.parametrize(
+    ("record", "collate"),
+    [
+        ({"ids": [3, 4]}, padded_lists),
+        (OtherMapping(ids=[3, 4]), padded_lists),
+        ({"ids": np.array([3, 4])}, padded_lists),
+        ({"text": "a word"}, padded_texts),
+    ],
+)
+def test_padding_to_the_longest_is_noticed_whatever_sequences_are_made_of(record, collate):
+    short, long = Records([record] * 5, collate).lengthened()
+    assert long["ids"].shape[1] == 3 * short["ids"].shape[1]
+
+
+def test_a_collate_that_draws_for_each_record_does_not_mix_them():
+    Records(Squares(), masked_at_random).refuse_mixing_collate()
+
+
+def test_padding_that_changes_a_gradient_is_refused_even_where_the_loss_hides_it():
+    """The output is zero at first, and the loss log 2 whatever the padding."""
+
+    class Mean(nn.Module):
+        def __init__(self, masked: bool) -> None:
+            super().__init__()
+            self.embed, self.out, self.masked = nn.Embedding(10, 4), nn.Linear(4, 2), masked
+            nn.init.zeros_(self.out.weight)
+            nn.init.zeros_(self.out.bias)
+
+        def forward(self, ids):
+            there = ids.ne(0).unsqueeze(2) if self.masked else torch.ones_like(ids, dtype=torch.bool).unsqueeze(2)
+            return self.out((self.embed(ids) * there).sum(1) / there.sum(1).clamp(min=1))
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["ids"]), batch["ids"][:, 0] % 2, reduction="none")
+
+    found = Records([{"ids": [3, 4, 5, 6]}] * 5, padded_lists)
+    found.refuse_mixing_by_length(Mean(masked=True), loss, CPU)
+    with pytest.raises(Refusal, match="padded to the longest"):
+        found.refuse_mixing_by_length(Mean(masked=False), loss, CPU)

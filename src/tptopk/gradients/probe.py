@@ -232,6 +232,25 @@ def _refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
             raise Refusal(mixed)
 
 
+def same_in_both(model: nn.Module, loss: PerExampleLoss, batch: Batch, other: Batch) -> bool:
+    """Whether the first example has one loss and one gradient in two batches that differ beside it.
+
+    The loss alone would not tell: at initial weights it is often log 2, whatever the input.
+    """
+
+    def first(batch: Batch) -> tuple[Tensor, Tensor]:
+        value = _losses(loss, model, batch)[0]
+        found = torch.autograd.grad(value, parameters, allow_unused=True)
+        dense = [torch.zeros_like(p) if g is None else g.to_dense() for p, g in zip(parameters, found, strict=True)]
+        return value.detach(), torch.cat([g.flatten() for g in dense])
+
+    parameters = list(trainable(model).values())
+    with _put_back(model), _deterministic(model, loss, batch), torch.enable_grad():
+        (here, gradient), (there, another) = first(batch), first(other)
+    near = (gradient - another).norm() <= TOLERANCE * gradient.norm() + 1e-6
+    return bool(near) and torch.allclose(here, there, rtol=1e-4, atol=1e-5)
+
+
 def _like(place: Tensor, leaf: Tensor) -> Tensor:
     return place.view(-1, *[1] * (leaf.dim() - 1))
 
