@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger, versions
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
@@ -158,6 +159,13 @@ class RunFolder:
 
     def record(self, step: StepRecord) -> None:
         self._metrics.step(step)
+
+    def take_in(self, warmup: WarmUp, gradient: PrivateGradient) -> None:
+        """Add a step to the warm-up, and keep it once it is over."""
+        if gradient.phase == 0:
+            warmup.add(gradient)
+            if warmup.complete:
+                self.keep_warmup(warmup)
 
     def keep_warmup(self, warmup: WarmUp) -> None:
         """What advice needs of the warm-up, once it is over: sums of released gradients."""

@@ -6,7 +6,7 @@ import math
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tptopk.gradients.examples import Batch, MeanOverRows, per_example
+from tptopk.gradients.examples import MeanOverRows, per_example
 from tptopk.gradients.memory import parse_bytes
-from tptopk.gradients.precision import CLIPPINGS, check_precision, computing_in, forward_in
+from tptopk.gradients.precision import CLIPPINGS, check_precision
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable
 from tptopk.privacy.account import charge_account, pay_once, read_account
 from tptopk.privacy.gradient import PrivateGradient
@@ -30,12 +30,13 @@ from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count, nearest, refuse_unknown_keywords
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
-from tptopk.supports.support import Support, trainable
+from tptopk.supports.support import Support
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.annealing import Annealer, Annealing, query_of
 from tptopk.training.checks import check_length, check_rates, check_test_set, largest_batch, settle_device
 from tptopk.training.distributed import Team
 from tptopk.training.evaluation import evaluate
+from tptopk.training.loop import Loop
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.metrics import Metrics, StepRecord, metrics_of
 from tptopk.training.rows import RowRecords, Views
@@ -43,7 +44,7 @@ from tptopk.training.run import Run, RunFolder, ledger_facts
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
 from tptopk.training.standardize import Standardize, check_queries
 from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow, resumed
-from tptopk.training.updates import Updater, WeightAverage, check_optimizer
+from tptopk.training.updates import WeightAverage, check_optimizer
 
 _trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
 MOST_EXAMPLES = {"cpu": 512, "cuda": 65536}  # of one physical batch, unless asked for
@@ -239,13 +240,19 @@ def fit(
         clipping=clipping,
         team=team,
     )
-    sampler = PoissonSampler(plan.dataset_size, streams)
-    updater = Updater(model, optimizer)
-
     history = folder.keep_metrics(sum(ledger.steps.values())) if folder and resume else []
+
+    def after_step(record: StepRecord) -> None:
+        history.append(record)
+        if folder:
+            folder.record(record)
+            if record.step % every == 0 and record.step < plan.steps:
+                standing.save(folder.path, ledger)
+        if metrics is not None:
+            metrics.step(record)
+
     started = time.monotonic()
     status = "failed"
-    support = policy.current
     try:
         _trained.add(model)
         ledger.charge_queries()
@@ -260,52 +267,17 @@ def fit(
             annealer = Annealer(
                 annealing, model, losses, records, plan, mechanism, streams, micro_batch_size or 512, device
             )
-        for phase, numbers in enumerate(plan.phases):
-            if learning_rates is not None:
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rates[phase]
-            for step in range(ledger.steps[phase], numbers.steps):
-                if ledger.steps_allowed < 1:
-                    break
-                check_length(records, plan)
-                support = policy.support(phase, step)
-                drawn = team.share(sampler.sample(phase, step, numbers.sample_rate) if team.is_first else None)
-                batches = micro_batches(records, drawn, micro_batch_size or 512, device)
-                norm = None
-                if plan.spec.private:
-                    private = mechanism.private_gradient(batches, support, phase, step)
-                    policy.observe(private)
-                    if folder and warmup and phase == 0:
-                        warmup.add(private)
-                        if warmup.complete:
-                            folder.keep_warmup(warmup)
-                    if on_private_gradient and team.is_first:
-                        on_private_gradient(private)
-                    norm = float(nn.utils.get_total_norm(private.values.values()))
-                    updater.apply(private.values, support)
-                    if annealer is not None:
-                        annealer.judge()
-                else:
-                    ledger.charge(phase, step, support.size)
-                    with computing_in(precision, device):
-                        ordinary = _ordinary_gradient(
-                            model, forward_in(losses, precision), batches, plan.expected_batch_size(numbers)
-                        )
-                    ordinary = {n: team.from_first(team.sum_at_first(g)) for n, g in ordinary.items()}
-                    updater.apply(ordinary, support)
-                rate = float(optimizer.param_groups[0]["lr"])
-                if scheduler is not None:
-                    scheduler.step()
-                if average is not None:
-                    average.update()
-                done = sum(ledger.steps.values())
-                history.append(StepRecord(done, phase, support.size, rate, norm))
-                if folder:
-                    folder.record(history[-1])
-                if folder and done % every == 0 and done < plan.steps:
-                    standing.save(folder.path, ledger)
-                if metrics is not None:
-                    metrics.step(history[-1])
+        shown: list[Callable[[PrivateGradient], object]] = []
+        if folder and warmup:
+            shown.append(partial(folder.take_in, warmup))
+        if on_private_gradient and team.is_first:
+            shown.append(on_private_gradient)
+        Loop(
+            model=model, plan=plan, ledger=ledger, records=records, losses=losses, optimizer=optimizer, scheduler=scheduler,
+            learning_rates=learning_rates, precision=precision, micro_batch_size=micro_batch_size or 512, device=device,
+            team=team, mechanism=mechanism, sampler=PoissonSampler(plan.dataset_size, streams), policy=policy,
+            average=average, annealer=annealer, shown=shown, after_step=after_step,
+        ).run()  # fmt: skip
         status = "finished"
         dropped = plan.steps - sum(ledger.steps.values())
         if dropped:
@@ -329,7 +301,7 @@ def fit(
             model,
             plan,
             ledger.epsilon(),
-            support,
+            policy.current,
             history,
             {},
             facts,
@@ -354,17 +326,3 @@ def fit(
     if metrics is not None:
         metrics.end(run)
     return run
-
-
-def _ordinary_gradient(
-    model: nn.Module, loss: Callable[[nn.Module, Batch], Tensor], batches: Iterable[Batch], divisor: float
-) -> dict[str, Tensor]:
-    """Σ_i g_i / B without clipping or noise, for the non-private method alone."""
-    parameters = trainable(model)
-    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    for batch in batches:
-        gradients = torch.autograd.grad(loss(model, batch).sum(), list(parameters.values()), allow_unused=True)
-        for name, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                total[name] += gradient / divisor
-    return total
