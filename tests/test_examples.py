@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-NEEDS = {"tensorboard_metrics.py": "tensorboard", "hugging_face_loop.py": "transformers"}
+NEEDS = {
+    "tensorboard_metrics.py": "tensorboard",
+    "hugging_face_loop.py": "transformers",
+    "hugging_face_trainer.py": "accelerate",
+}
 
 
 @pytest.mark.slow
