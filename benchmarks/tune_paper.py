@@ -73,9 +73,14 @@ def trials() -> list[Recipe]:
 def choose(results: list[dict[str, Any]]) -> dict[tuple[str, float, str], dict[str, Any]]:
     """The best trial of each cell by what it was measured by: AUC for two classes, accuracy otherwise.
 
-    A trial that is no longer in the grid does not count: every method of a cell had the same ones.
+    Every method of a cell had the same trials: one that is no longer in the grid does not count, and nothing is chosen
+    for a dataset and ε of which some are missing.
     """
-    in_grid = [r.identity() for r in trials()]
+    done = [recipes.completed(result["recipe"]) for result in results]
+    unfinished = {(r.dataset, r.target_epsilon) for r in trials() if r.identity() not in done}
+    in_grid = [r.identity() for r in trials() if (r.dataset, r.target_epsilon) not in unfinished]
+    for dataset, epsilon in sorted(unfinished):
+        print(f"nothing chosen for {dataset} at ε = {epsilon:g}: trials are missing")
     best: dict[tuple[str, float, str], tuple[float, dict[str, Any]]] = {}
     for result in results:
         r = recipes.completed(result["recipe"])

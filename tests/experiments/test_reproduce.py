@@ -13,6 +13,8 @@ from tests.data.made import make_cifar10, make_mnist
 from tptopk.cli import main
 from tptopk.experiments import recipes, reproduce
 from tptopk.privacy.refusal import Refusal
+from tptopk.supports.advice import advise
+from tptopk.supports.warmup import WarmUp
 
 
 @pytest.fixture
@@ -114,6 +116,24 @@ def test_shares_cover_every_run_once():
 def test_what_a_person_got_wrong_is_one_line(tptopk, words, message):
     status, out, error = tptopk("reproduce", *words)
     assert status == 2 and not out and message in error and "Traceback" not in error
+
+
+def test_a_run_keeps_what_advice_its_warm_up_would_have_given(tmp_path):
+    make_mnist(tmp_path)
+    r = recipes.quick_recipe("mnist", "tp-topk", 3.0, 0, epochs=8)
+    made = reproduce.features(r.dataset, str(tmp_path), r.views, r.records, "cpu")
+    train, _ = reproduce.held_out(made, 0)
+    r = replace(r, batch_size=max(1, len(train[0]) // 5))
+    model = reproduce.network_for(r, train[0], made.scale)
+    warmup = WarmUp(reproduce.plan_for(r, train[0], model))
+    reproduce.train_one(r, train, model, on_private_gradient=warmup.add)
+    said = advise(warmup)
+    assert reproduce.run_one(r, str(tmp_path), "cpu")["advice"] == {
+        "verdict": said.verdict, "active_ratio": said.active_ratio, "score": said.score,
+    }  # fmt: skip
+    short = reproduce.run_one(replace(r, epochs=2), str(tmp_path), "cpu")
+    assert short["advice"] is None, "too few steps for any advice"
+    assert "advice" not in reproduce.run_one(replace(r, method="dp-sgd"), str(tmp_path), "cpu")
 
 
 def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk, tmp_path, monkeypatch):

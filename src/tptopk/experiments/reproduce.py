@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tptopk.experiments.features import Features, features
-from tptopk.experiments.recipes import Recipe, completed
+from tptopk.experiments.recipes import PAPER, Recipe, completed
 from tptopk.models import networks
 from tptopk.privacy import second_opinion
 from tptopk.privacy.ledger import versions
@@ -28,6 +28,8 @@ from tptopk.privacy.methods import method_named
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, nearest
 from tptopk.privacy.statement import charged_segments
+from tptopk.supports.advice import FEWEST_STEPS, advise
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.annealing import Annealing
 from tptopk.training.run import Run
 from tptopk.training.standardize import Standardize
@@ -108,10 +110,12 @@ def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:
     """Train by one recipe and measure the last model."""
     made = features(r.dataset, data_dir, r.views, r.records, device)
     train, measured = held_out(made, r.held_out)
+    model = network_for(r, train[0], made.scale)
+    plan = plan_for(r, train[0], model)
+    warmup = WarmUp(plan) if r.method == "tp-topk" and r.variant == PAPER else None
     started = time.monotonic()
-    run = train_one(r, train, network_for(r, train[0], made.scale))
+    run = train_one(r, train, model, on_private_gradient=warmup.add if warmup else None)
     seconds = time.monotonic() - started
-    plan = run.plan
     result: dict[str, Any] = {
         "dataset": r.dataset,
         "method": r.method,
@@ -122,6 +126,7 @@ def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:
         "epsilon": run.epsilon if plan.spec.private else None,
         "epsilon_rdp": plan.epsilon(accountant="rdp") if plan.spec.private else None,
         "epsilon_second_opinion": _second(run) if plan.spec.private else None,
+        **({"advice": _advice(warmup)} if warmup else {}),
         "active": run.support.size,
         "coordinates": run.support.total,
         "seconds": round(seconds, 2),
@@ -145,9 +150,7 @@ def network_for(r: Recipe, x: Tensor, scale: Tensor) -> nn.Sequential:
 
 def train_one(r: Recipe, train: tuple[Tensor, Tensor], model: nn.Sequential, **options: Any) -> Run:
     x, y = train
-    layer = model[0]
-    assert isinstance(layer, Standardize)
-    plan = planned(r, len(x), layer.queries(r.query_noise))
+    plan, layer = plan_for(r, x, model), _standardize(model)
     annealing = Annealing() if r.annealed else None
     rates = [r.learning_rate, r.second_learning_rate or r.learning_rate][: len(plan.phases)]
     optimizer = torch.optim.SGD(model.parameters(), lr=r.learning_rate, momentum=r.momentum)
@@ -158,6 +161,24 @@ def train_one(r: Recipe, train: tuple[Tensor, Tensor], model: nn.Sequential, **o
             standardize=layer, clipping=r.clipping, score=r.score, ratio_schedule=r.ratio_schedule, ema=r.ema, annealing=annealing,
             seed=r.seed, **options,
         )  # fmt: skip
+
+
+def plan_for(r: Recipe, x: Tensor, model: nn.Sequential) -> Plan:
+    return planned(r, len(x), _standardize(model).queries(r.query_noise))
+
+
+def _standardize(model: nn.Sequential) -> Standardize:
+    layer = model[0]
+    assert isinstance(layer, Standardize)
+    return layer
+
+
+def _advice(warmup: WarmUp) -> dict[str, Any] | None:
+    """What `tptopk advise` would have said at the end of the warm-up; None where that was too short for any advice."""
+    if warmup.steps < FEWEST_STEPS:
+        return None
+    advice = advise(warmup)
+    return {"verdict": advice.verdict, "active_ratio": advice.active_ratio, "score": advice.score}
 
 
 def _stored(inputs: Tensor) -> Tensor:

@@ -17,14 +17,13 @@ from torch.nn import functional as F
 from tptopk.diagnostics import composition, energy_concentration, oracle_capture, proxy_signal, true_gradient
 from tptopk.experiments.features import features
 from tptopk.experiments.recipes import Recipe
-from tptopk.experiments.reproduce import commit, held_out, measures, network_for, planned, train_one
+from tptopk.experiments.reproduce import commit, held_out, measures, network_for, plan_for, train_one
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import versions
 from tptopk.privacy.plan import Plan
 from tptopk.supports.scores import SCORES, score_named
 from tptopk.supports.selection import top_k
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.standardize import Standardize
 
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 
@@ -55,9 +54,7 @@ def run_quality(r: Recipe, data_dir: str | None, device: str) -> list[dict[str, 
     made = features(r.dataset, data_dir, r.views, r.records, device)
     train, kept = held_out(made, r.held_out)
     model = network_for(r, train[0], made.scale)
-    layer = model[0]
-    assert isinstance(layer, Standardize)
-    watch = AtTheSwitch(model, planned(r, len(train[0]), layer.queries(r.query_noise)), *kept)
+    watch = AtTheSwitch(model, plan_for(r, train[0], model), *kept)
     started = time.monotonic()
     run = train_one(r, train, model, on_private_gradient=watch)
     seconds = round(time.monotonic() - started, 2)

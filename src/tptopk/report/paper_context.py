@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
-from tptopk.report.outcomes import Outcomes, paired
+from tptopk.report.outcomes import Difference, Outcomes, paired, spread
 from tptopk.report.paper_tables import NAMES, NOT_RUN, cell, judged, table
 
 # ---- The stand-in for EyePACS ----------------------------------------------------------------------------------------
@@ -89,6 +90,69 @@ def context_table(context: Outcomes, main: Outcomes) -> str:
                 shown = [f"{row.accuracy[e]:.{digits}f}" if e in row.accuracy else "–" for e in recipes.EPSILONS]
                 rows.append([NAMES[dataset], row.method, *shown, ", ".join(others) or "–", row.source])
     return table(["dataset", "method", *(f"ε = {e:g}" for e in recipes.EPSILONS), "other ε", "source"], rows)
+
+
+# ---- Advice ----------------------------------------------------------------------------------------------------------
+
+
+def advice_table(main: Outcomes, ratio: Outcomes) -> str:
+    """What `advise` said at the end of each warm-up of the main table, beside what the tables show."""
+    rows, agreed = [], Counter[str]()
+    for dataset in ("mnist", "fmnist", "cifar10"):
+        for epsilon in recipes.EPSILONS:
+            where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
+            advised = [
+                run["advice"] for run in main.select(method="tp-topk", variant=PAPER, **where) if run.get("advice")
+            ]
+            gap = paired(
+                main.values(method="tp-topk", variant=PAPER, **where),
+                main.values(method="dp-sgd", variant=PAPER, **where),
+            )
+            if not advised or gap is None:
+                continue
+            said = Counter(advice["verdict"] for advice in advised)
+            agreed.update(_agreement(advice["verdict"], gap) for advice in advised)
+            ratios = sorted({advice["active_ratio"] for advice in advised if advice["active_ratio"] is not None})
+            rows.append(
+                [
+                    NAMES[dataset], f"{epsilon:g}", ", ".join(f"{verdict} ({count})" for verdict, count in said.items()),
+                    ", ".join(f"{r:g}" for r in ratios) or "–", f"{gap.words()}: {gap.verdict}", _best_ratio(ratio, where),
+                ]
+            )  # fmt: skip
+    if not rows:
+        return f"{NOT_RUN}."
+    head = [
+        "dataset",
+        "ε",
+        "said (runs)",
+        "ρ advised",
+        "tp-topk at ρ = .4 − dp-sgd",
+        "highest mean in the table of ratios",
+    ]
+    return table(head, rows) + (
+        f"\n\nOf {sum(agreed.values())} runs, advice and table agree in {agreed['agree']} and disagree in {agreed['disagree']}; in {agreed['neither']} "
+        "the advice was that it cannot be told. *Restrict* agrees with *higher*, *stay dense* with *lower* and with *no difference seen*."
+    )
+
+
+def _agreement(verdict: str, gap: Difference) -> str:
+    if verdict == "cannot tell" or gap.interval is None:
+        return "neither"
+    return "agree" if (verdict == "restrict") == (gap.verdict == "higher") else "disagree"
+
+
+def _best_ratio(ratio: Outcomes, where: dict[str, Any]) -> str:
+    """The active ratio at which TP-TopK's mean is highest, dense training among them."""
+    means = {}
+    for value in (1.0, *recipes.RATIOS):
+        method = "dp-sgd" if value == 1.0 else "tp-topk"
+        found = spread(ratio.values(method=method, variant=f"ρ = {value:g}", **where))
+        if found is not None:
+            means[value] = found.mean
+    if not means:
+        return "–"
+    best = max(means, key=lambda value: means[value])
+    return f"{means[best]:.2f} at ρ = {best:g}"
 
 
 # ---- Diagnostics -----------------------------------------------------------------------------------------------------

@@ -97,6 +97,9 @@ def document(
             "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further.",
             tables.ratio_table(found["ratio"]),
         ),
+        "## Was the advice right?",
+        "`tptopk advise` sees the private warm-up of a run and nothing else. What it said at the end of each TP-TopK warm-up of the main table:",
+        others.advice_table(main, found["ratio"]),
         *section("Split of steps and budget", "table-split", "split", "TP-TopK on CIFAR-10, ε = 3, ρ = .40.", tables.split_table(found["split"])),
         *section(
             "Medical images: PneumoniaMNIST as a stand-in for EyePACS", "table-medical", "medical",

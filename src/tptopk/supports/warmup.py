@@ -42,15 +42,16 @@ class WarmUp:
         if gradient.phase != 0:
             return
         part = gradient.step % PARTS
-        product = length = 0.0
+        products, lengths = [], []
         for name, value in gradient.values.items():
             for kept in (*self._sums, *self._squares):
                 kept[name] = kept[name].to(value.device) if name in kept else torch.zeros_like(value)
             before = torch.stack([sums[name] for sums in self._sums]).sum(0)
-            product += float((before * value).sum())
-            length += float(before.square().sum())
+            products.append((before * value).sum())
+            lengths.append(before.square().sum())
             self._sums[part][name] += value
             self._squares[part][name] += value.square()
+        product, length = torch.stack([torch.stack(products), torch.stack(lengths)]).double().sum(1).tolist()
         self.along.append(product / length**0.5 if length > 0 else 0.0)
         self.counts[part] += 1
 
