@@ -141,6 +141,13 @@ def test_a_source_is_a_benchmark_a_file_or_a_folder(root, monkeypatch):
             ask("mnist", image_mode="L")
     with pytest.raises(Refusal, match="needs a schema.*--schema"):
         read_source("later.csv")
+    with pytest.raises(Refusal, match="there is no table tables.csv; did you mean table.csv"):
+        read_source("tables.csv")
+    (root / "table.toml").write_text(
+        'target = "sick"\nclasses = ["no", "yes"]\ntest = "later.csv"\n[numeric]\nage = [0, 120]\n'
+    )
+    with pytest.raises(Refusal, match="^table.csv has no column 'sick'"):
+        read_source("table.csv")
 
 
 @pytest.mark.skipif(REAL is None, reason="TPTOPK_DATA does not name a folder with the real benchmarks")

@@ -11,7 +11,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tptopk.data import findings, read_schema, read_table
-from tptopk.data.tables import read_table_inputs, read_with, schema_of
+from tptopk.data.tables import (
+    header_of,
+    read_table_inputs,
+    read_unit,
+    read_with,
+    schema_from,
+    schema_of,
+    unit_findings,
+)
 from tptopk.privacy.refusal import Refusal
 
 WORDS = {
@@ -82,6 +90,50 @@ def test_files_that_are_no_tables_are_refused(tmp_path):
         read_table(tmp_path / "bytes.csv", **WORDS)
 
 
+def test_a_misspelt_table_gets_the_nearest_name(tmp_path, table):
+    table(HEAD + ROWS, "clinic.csv")
+    with pytest.raises(Refusal, match="there is no table .*clinics.csv; did you mean .*clinic.csv"):
+        read_table(tmp_path / "clinics.csv", **WORDS)
+
+
+@pytest.mark.parametrize(("mark", "word"), [(";", "semicolons"), ("\t", "tabs")])
+def test_other_separators_are_named(table, mark, word):
+    with pytest.raises(Refusal, match=f"separated by {word}; save it with commas"):
+        read_table(table((HEAD + ROWS).replace(",", mark)), **WORDS)
+
+
+def test_latin_1_is_refused_with_how_to_save_it_and_without_a_place(tmp_path):
+    (tmp_path / "table.csv").write_bytes(HEAD.encode() + "1,1,1,Ü,no\n".encode("latin-1"))
+    with pytest.raises(Refusal, match="not a CSV file in UTF-8; save it as UTF-8") as refused:
+        read_table(tmp_path / "table.csv", **WORDS)
+    assert "position" not in str(refused.value) and "0xdc" not in str(refused.value)
+
+
+def test_a_unit_is_a_column_of_ids_and_no_input(table):
+    schema = schema_of(**WORDS, unit="patient_id", most_rows=2)
+    path = table(HEAD.replace("id,", "patient_id,") + "7,0,0,f,no\n8,0,0,f,no\n7,1,0,f,no\n7,2,0,f,no\n")
+    assert read_unit(path, schema) == ["7", "8", "7", "7"] and schema.unit_word == "patient"
+    assert schema.columns == schema_of(**WORDS).columns and read_with(path, schema)[0].shape == (4, 7)
+    assert unit_findings(read_unit(path, schema), schema).startswith("2 patients, 1 of them with more than 2 records")
+    assert header_of(path) == ["patient_id", "age", "dose", "sex", "ill"]
+    with pytest.raises(Refusal, match="2 of 3 records have no 'patient_id'; give each the id of its patient"):
+        read_unit(table("patient_id\n7\nNA\n''\n".replace("''", '""')), schema)
+
+
+def test_a_schema_survives_plain_values_and_knows_another(table):
+    schema = schema_of(**WORDS, unit="id", most_rows=2, test="t.csv")
+    again = schema_from(schema.as_values(), "schema.json")
+    assert again.same_as(schema) and again.test is None and again.most_rows == 2
+    assert schema_of(**{**WORDS, "numeric": {"age": (0.0, 120.0), "dose": (-1, 1)}}).same_as(schema_of(**WORDS))
+    for change in (
+        {"numeric": {"age": (0, 121), "dose": (-1.0, 1.0)}},
+        {"numeric": {"dose": (-1.0, 1.0), "age": (0, 120)}},  # inputs in another order
+        {"classes": ["yes", "no"]},
+        {"unit": "id", "most_rows": 3},
+    ):
+        assert not schema_of(**{**WORDS, **change}).same_as(schema_of(**WORDS)), change
+
+
 def test_a_byte_order_mark_and_windows_lines_are_read(tmp_path):
     (tmp_path / "table.csv").write_bytes(b"\xef\xbb\xbf" + b"ill,age,dose,sex\r\nyes,1,1,f\r\n\r\n")
     assert read_table(tmp_path / "table.csv", **WORDS)[1].tolist() == [1]
@@ -92,9 +144,10 @@ def test_constant_and_missing_columns_are_accepted_and_found(table):
     pair = read_with(table(HEAD + "1,5,1,f,no\n2,5,NA,x,yes\n3,5,1,m,yes\n"), schema)
     assert findings(pair, 2, schema) == [
         "column 'age' is the same in all records",
-        "1 records have no number in column 'dose'",
-        "1 records have an unseen category or none in column 'sex'",
+        "1 record has no number in column 'dose'",
+        "1 record has an unseen category or none in column 'sex'",
     ]
+    assert schema.inputs_in_words() == "7 inputs = 2 numbers × 2 + sex 3; 2 classes"
 
 
 def test_inputs_alone_need_no_labels(table):
@@ -106,16 +159,23 @@ def test_inputs_alone_need_no_labels(table):
     ("change", "message"),
     [
         ({"numeric": {}, "categories": {}}, "needs columns to learn from"),
-        ({"numeric": {"age": (120, 0)}}, "upper bound of 'age' is 0"),
-        ({"numeric": {"age": (0, float("inf"))}}, "upper bound of 'age' is inf"),
+        ({"numeric": {"age": (120, 0)}}, r"bounds of column 'age' are \[120, 0\]; write the least first"),
+        ({"numeric": {"age": (5, 5)}}, r"bounds of column 'age' are \[5, 5\]"),
+        ({"numeric": {"age": (0, float("inf"))}}, "upper bound of column 'age' is inf"),
         ({"numeric": {"age": 120}}, "bounds of 'age' are 120"),
-        ({"numeric": {"age": ("0", "9")}}, "lower bound of 'age' is '0'"),
+        ({"numeric": {"age": ("0", "9")}}, "lower bound of column 'age' is '0'"),
         ({"categories": {"sex": []}}, "values of 'sex'"),
         ({"categories": {"sex": ["f", "f"]}}, "give each once"),
         ({"categories": {"sex": "fm"}}, "give a list"),
         ({"categories": {"age": ["f"]}}, "'age' has two roles"),
         ({"categories": {"ill": ["f"]}}, "'ill' has two roles"),
         ({"classes": ["no"]}, "at least two"),
+        ({"unit": "id"}, "unit and most-rows go together"),
+        ({"most_rows": 3}, "unit and most-rows go together"),
+        ({"unit": "id", "most_rows": 0}, "most-rows is 0"),
+        ({"unit": "age", "most_rows": 3}, "'age' is the unit; it must not be the target or an input"),
+        ({"unit": "ill", "most_rows": 3}, "'ill' is the unit"),
+        ({"unit": "record_id", "most_rows": 3}, "leave it out"),
     ],
 )
 def test_a_wrong_schema_is_refused(change, message):
@@ -133,6 +193,7 @@ def test_a_schema_file_says_the_same_words(tmp_path):
     for content, message in (
         ('target = "ill"', "has no classes"),
         ("targets = 3", "did you mean 'target'"),
+        ("most_rows = 3", "did you mean 'most-rows'"),
         ("target = 3", "target is 3"),
         ("target = ", "not a TOML file"),
         ('target = "ill"\nclasses = [0, 1]', "needs columns"),

@@ -23,6 +23,15 @@ class NotANumber(Refusal, TypeError):
     """A numeric column holds a thing that is neither text nor a number."""
 
 
+def check_bounds(name: Hashable, low: Any, high: Any) -> None:
+    """Refuse bounds of a column that are not two finite numbers, the least first, of a finite width."""
+    check_number(f"the lower bound of column {name!r}", low)
+    check_number(f"the upper bound of column {name!r}", high)
+    if low >= high:
+        raise Refusal(f"the bounds of column {name!r} are [{low:g}, {high:g}]; write the least first, then the largest")
+    check_number(f"the width of the bounds of column {name!r}", high - low)
+
+
 @dataclass(frozen=True)
 class Number:
     """A numeric column: its value scaled from public bounds to [−1, 1] and, if values may be missing, whether this one is."""
@@ -36,12 +45,11 @@ class Number:
     def declared(cls, name: Hashable, bounds: Any, missing: bool) -> Number:
         if not _is_pair(bounds):
             raise Refusal(
-                f"column {name!r} has no bounds; give its least and largest value, such as (0, 120), or its categories"
+                f"column {name!r} has no bounds; give its least and largest value, such as (0, 120), or its categories; or leave the column "
+                "out: an identifier must not be an input (fit takes it as groups=)"
             )
         low, high = plain(bounds[0]), plain(bounds[1])
-        check_number(f"the lower bound of column {name!r}", low)
-        check_number(f"the upper bound of column {name!r}", high, above=low)
-        check_number(f"the width of the bounds of column {name!r}", high - low)
+        check_bounds(name, low, high)
         return cls(name, low, high, missing)
 
     def inputs(self, values: Array) -> Array:  # [N] → [N, 1] or [N, 2]

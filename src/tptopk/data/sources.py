@@ -53,7 +53,7 @@ def read_source(
     source: str,
     *,
     data_dir: str | None = None,
-    schema: str | None = None,
+    schema: str | tables.Schema | None = None,
     image_size: int | None = None,
     image_mode: str = "RGB",
     on_image: images.OnImage | None = None,
@@ -64,9 +64,9 @@ def read_source(
     if kind == "benchmark":
         return load(source, data_dir, image_size=image_size, on_image=on_image)
     if kind == "table":
-        known = _schema(path, schema)
-        test = None if known.test is None else tables.read_with(path.parent / known.test, known)
-        return tables.read_with(path, known), test
+        known = schema if isinstance(schema, tables.Schema) else _schema(path, schema)
+        training = tables.read_with(path, known)
+        return training, None if known.test is None else tables.read_with(path.parent / known.test, known)
     if kind == "folder":
         return images.read_folder(path, size=image_size, mode=image_mode, on_image=on_image)
     _refuse_unknown(source)
@@ -77,7 +77,7 @@ def read_source_inputs(
     source: str,
     *,
     data_dir: str | None = None,
-    schema: str | None = None,
+    schema: str | tables.Schema | None = None,
     image_size: int | None = None,
     image_mode: str = "RGB",
     on_image: images.OnImage | None = None,
@@ -86,7 +86,7 @@ def read_source_inputs(
     path = Path(source)
     kind = _kind(source, schema, image_size, image_mode)
     if kind == "table":
-        return tables.read_table_inputs(path, _schema(path, schema))
+        return tables.read_table_inputs(path, schema if isinstance(schema, tables.Schema) else _schema(path, schema))
     if kind == "archive":
         _refuse_unknown(source)
         return read_inputs(path)
@@ -98,10 +98,14 @@ def read_source_inputs(
 
 def read_schema_for(source: str, schema: str | None) -> tables.Schema | None:
     """The schema of a table; None for anything else."""
-    return _schema(Path(source), schema) if Path(source).suffix in tables.SUFFIXES else None
+    return _schema(Path(source), schema) if is_table(source) else None
 
 
-def _kind(source: str, schema: str | None, image_size: int | None, image_mode: str) -> str:
+def is_table(source: str | None) -> bool:
+    return source is not None and not is_benchmark(source) and Path(source).suffix in tables.SUFFIXES
+
+
+def _kind(source: str, schema: object, image_size: int | None, image_mode: str) -> str:
     """benchmark, table, folder or archive; options that its kind has no use for are refused."""
     path = Path(source)
     if source == "digits" or is_benchmark(source):
@@ -124,6 +128,7 @@ def _kind(source: str, schema: str | None, image_size: int | None, image_mode: s
 
 def _schema(path: Path, schema: str | None) -> tables.Schema:
     if schema is None and not path.with_suffix(".toml").is_file():
+        tables.existing(path)
         raise Refusal(
             f"{path} needs a schema of what is publicly known of its columns: give --schema FILE.toml or put it beside the table "
             f"as {path.with_suffix('.toml').name}, with {tables.SCHEMA_EXAMPLE}"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tptopk.data.columns import MISSING, as_word
+from tptopk.data.columns import MISSING, as_word, check_bounds
 from tptopk.data.digits import Pair
-from tptopk.privacy.refusal import Refusal, check_number, nearest
+from tptopk.privacy.refusal import Refusal, check_count, nearest
 
 SUFFIXES = (".csv", ".parquet")
 
 SCHEMA_EXAMPLE = 'target = "outcome", classes = ["no", "yes"], [numeric] age = [0, 120], [categories] sex = ["f", "m"]'
+KINDS: dict[str, type] = {
+    "target": str,
+    "classes": list,
+    "numeric": dict,
+    "categories": dict,
+    "test": str,
+    "unit": str,
+    "most-rows": int,
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +41,8 @@ class Schema:
 
     A numeric column becomes two inputs: its value, clipped to the bounds and scaled to [-1, 1], and whether it is missing (its
     value is then 0). A column of categories becomes one input a category and one for anything else. So the number of inputs and
-    their scale are the same whatever the records are.
+    their scale are the same whatever the records are. `unit` is a column of ids, of patients for example, which is no input: all
+    records of an id, but no more than the first `most_rows`, are protected as one.
     """
 
     target: str
@@ -37,6 +50,8 @@ class Schema:
     numeric: Mapping[str, tuple[float, float]]
     categories: Mapping[str, tuple[str, ...]]
     test: str | None = None
+    unit: str | None = None
+    most_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not self.numeric and not self.categories:
@@ -44,14 +59,47 @@ class Schema:
         twice = set(self.numeric) & set(self.categories) | {self.target} & {*self.numeric, *self.categories}
         if twice:
             raise Refusal(f"column {sorted(twice)[0]!r} has two roles; it is the target, numeric, or of categories")
+        self._check_unit()
         for name, (low, high) in self.numeric.items():
-            check_number(f"the lower bound of {name!r}", low)
-            check_number(f"the upper bound of {name!r}", high, above=low)
+            check_bounds(name, low, high)
         for name, values in {**self.categories, self.target: self.classes}.items():
             if not values or len(set(values)) != len(values):
                 raise Refusal(f"the values of {name!r} are {list(values)}; give each once, and at least one")
         if len(self.classes) < 2:
             raise Refusal(f"classes is {list(self.classes)}; give at least two")
+
+    def _check_unit(self) -> None:
+        if (self.unit is None) != (self.most_rows is None):
+            raise Refusal(
+                'unit and most-rows go together, such as unit = "patient_id" and most-rows = 3: the column of ids, and the most records of one '
+                "that take part, a public number"
+            )
+        if self.unit is None or self.most_rows is None:
+            return
+        check_count("most-rows", self.most_rows)
+        if self.unit in (self.target, *self.used):
+            raise Refusal(f"column {self.unit!r} is the unit; it must not be the target or an input as well")
+        if self.unit_word == "record":
+            raise Refusal(f"unit is {self.unit!r}; one record is what is protected without a unit: leave it out")
+
+    @property
+    def unit_word(self) -> str:
+        """What one unit is called: patient, where the column of ids is patient_id; without a unit, record."""
+        return "record" if self.unit is None else self.unit.removesuffix("_id") or self.unit
+
+    def as_values(self) -> dict[str, Any]:
+        """In plain values; the test table's name is left out, which says nothing of how a record is read."""
+        return {
+            "target": self.target,
+            "classes": list(self.classes),
+            "numeric": {name: [float(low), float(high)] for name, (low, high) in self.numeric.items()},
+            "categories": {name: list(known) for name, known in self.categories.items()},
+            **({} if self.unit is None else {"unit": self.unit, "most-rows": self.most_rows}),
+        }
+
+    def same_as(self, other: Schema) -> bool:
+        """Whether both read a record alike: also the order of the columns counts."""
+        return json.dumps(self.as_values()) == json.dumps(other.as_values())
 
     @property
     def used(self) -> list[str]:
@@ -86,9 +134,15 @@ class Schema:
             if len(part) > 1 and bool((part == part[0]).all()):
                 found.append(f"column {name!r} is the same in all records")
             if odd := int(part[:, -1].sum()):
-                what = "have no number in" if name in self.numeric else "have an unseen category or none in"
-                found.append(f"{odd} records {what} column {name!r}")
+                what = "no number in" if name in self.numeric else "an unseen category or none in"
+                found.append(f"{odd} {'record has' if odd == 1 else 'records have'} {what} column {name!r}")
         return found
+
+    def inputs_in_words(self) -> str:
+        """Where the inputs come from: 8 inputs = 2 numbers × 2 + ward 4; 2 classes."""
+        numbers = [f"{len(self.numeric)} number{'s' * (len(self.numeric) > 1)} × 2"] if self.numeric else []
+        parts = numbers + [f"{name} {len(known) + 1}" for name, known in self.categories.items()]
+        return f"{len(self.columns)} inputs = {' + '.join(parts)}; {len(self.classes)} classes"
 
 
 def schema_of(
@@ -98,6 +152,8 @@ def schema_of(
     numeric: Mapping[str, Sequence[float]] | None = None,
     categories: Mapping[str, Sequence[Any]] | None = None,
     test: str | None = None,
+    unit: str | None = None,
+    most_rows: int | None = None,
 ) -> Schema:
     """A schema from plain values, such as a TOML file holds."""
     for name, bounds in (numeric or {}).items():
@@ -114,11 +170,13 @@ def schema_of(
         numeric={name: (bounds[0], bounds[1]) for name, bounds in (numeric or {}).items()},
         categories={name: tuple(map(as_word, values)) for name, values in (categories or {}).items()},
         test=test,
+        unit=unit,
+        most_rows=most_rows,
     )
 
 
 def read_schema(path: str | Path) -> Schema:
-    """A schema in a TOML file: target, classes, [numeric] bounds, [categories], and if there is one the test table beside it."""
+    """A schema in a TOML file: target, classes, [numeric] bounds, [categories]; unit and most-rows, and a test table, if there are."""
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -127,17 +185,21 @@ def read_schema(path: str | Path) -> Schema:
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise Refusal(f"{path} is not a TOML file: {error}") from error
-    kinds: dict[str, type] = {"target": str, "classes": list, "numeric": dict, "categories": dict, "test": str}
+    return schema_from(values, path)
+
+
+def schema_from(values: Mapping[str, Any], path: str | Path) -> Schema:
+    """A schema from the plain values that a file at `path` holds."""
     for key, value in values.items():
-        if key not in kinds:
-            raise Refusal(f"{path}: unknown word {key!r}{nearest(key, kinds)}")
-        if not isinstance(value, kinds[key]):
+        if key not in KINDS:
+            raise Refusal(f"{path}: unknown word {key!r}{nearest(key, KINDS)}")
+        if not isinstance(value, KINDS[key]):
             raise Refusal(f"{path}: {key} is {value!r}; expected as in {SCHEMA_EXAMPLE}")
     for key in ("target", "classes"):
         if key not in values:
             raise Refusal(f"{path} has no {key}; expected as in {SCHEMA_EXAMPLE}")
     try:
-        return schema_of(**values)
+        return schema_of(**{key.replace("-", "_"): value for key, value in values.items()})
     except Refusal as refusal:
         raise Refusal(f"{path}: {refusal}") from None
 
@@ -180,19 +242,57 @@ def read_table_inputs(path: str | Path, schema: Schema) -> Tensor:
     return schema.inputs(columns, len(columns[schema.used[0]]), path)
 
 
+def read_unit(path: str | Path, schema: Schema) -> list[str]:
+    """The id of each record's unit."""
+    assert schema.unit is not None
+    ids = text_columns(path, [schema.unit])[schema.unit]
+    missing = sum(one.lower() in MISSING for one in ids)
+    if missing:
+        raise Refusal(
+            f"{path}: {missing} of {len(ids)} records have no {schema.unit!r}; give each the id of its {schema.unit_word}, or leave it out of "
+            "the table"
+        )
+    return ids
+
+
+def unit_findings(ids: Sequence[str], schema: Schema) -> str:
+    """How many units there are, and how many of them have more records than take part. Not private: an operator's own look."""
+    counts = Counter(ids)
+    more = sum(count > (schema.most_rows or 0) for count in counts.values())
+    return f"{len(counts)} {schema.unit_word}s, {more} of them with more than {schema.most_rows} records (the first {schema.most_rows} take part)"
+
+
+def header_of(path: str | Path) -> list[str]:
+    """The names of all columns."""
+    path = existing(path)
+    return _parquet_header(path) if path.suffix == ".parquet" else _csv_header(path)
+
+
 def text_columns(path: str | Path, names: list[str]) -> dict[str, list[str]]:
     """The named columns as text, in the order of the records."""
-    path = Path(path)
-    if not path.is_file():
-        raise Refusal(f"there is no table {path}; expected a {' or '.join(SUFFIXES)} file")
+    path = existing(path)
     found = _parquet_columns(path, names) if path.suffix == ".parquet" else _csv_columns(path, names)
     if not found[names[0]]:
         raise Refusal(f"{path} holds no records")
     return found
 
 
+def existing(path: str | Path) -> Path:
+    """The path of a table that is there; refused with the nearest name if it is not."""
+    path = Path(path)
+    if not path.is_file():
+        beside = [file.name for file in path.parent.glob("*") if file.suffix in SUFFIXES]
+        close = get_close_matches(path.name, beside, n=1)
+        hint = f"did you mean {path.with_name(close[0])}?" if close else f"expected a {' or '.join(SUFFIXES)} file"
+        raise Refusal(f"there is no table {path}; {hint}")
+    return path
+
+
 def _require(names: list[str], there: Sequence[str], path: Path) -> None:
     for name in names:
+        if name not in there and len(there) == 1 and (found := [c for c in ";\t|" if c in there[0]]):
+            what = {";": "semicolons", "\t": "tabs", "|": "bars"}[found[0]]
+            raise Refusal(f"{path} seems to be separated by {what}; save it with commas between the values")
         if name not in there:
             raise Refusal(f"{path} has no column {name!r}{nearest(name, there)}")
 
@@ -220,9 +320,27 @@ def _csv_columns(path: Path, names: list[str]) -> dict[str, list[str]]:
                     found[name].append(row[place].strip())
     except OSError as error:
         raise Refusal(f"cannot read {path}: {error.strerror}") from error
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise Refusal(
+            f'{path} is not a CSV file in UTF-8; save it as UTF-8 (in Excel: "CSV UTF-8 (comma delimited)")'
+        ) from error
+    except csv.Error as error:
         raise Refusal(f"{path} is not a CSV file in UTF-8: {error}") from error
     return found
+
+
+def _csv_header(path: Path) -> list[str]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return [name.strip() for name in next(csv.reader(file), [])]
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
+        raise Refusal(f"cannot read the columns of {path}: {error}") from error
+
+
+def _parquet_header(path: Path) -> list[str]:
+    from pyarrow import parquet
+
+    return list(parquet.read_schema(path).names)
 
 
 def _parquet_columns(path: Path, names: list[str]) -> dict[str, list[str]]:
