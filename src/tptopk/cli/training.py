@@ -44,6 +44,7 @@ from tptopk.report.terminal import (
 )
 from tptopk.settings import Settings, build, seed_everything
 from tptopk.supports.support import Support
+from tptopk.training.begun import config_of, how_to_resume, refuse_finished, run_folder
 from tptopk.training.checkpoint import write_durably
 from tptopk.training.distributed import Team, launched
 from tptopk.training.run import Run, load
@@ -199,8 +200,14 @@ def predict(
                 print(f"{row},{c},{p:.4f}")
 
 
-def _settings_of(folder: str, given: Settings) -> tuple[Settings, Plan]:
+def _settings_of(path: str, given: Settings) -> tuple[Settings, Plan]:
     """A run's own settings and plan; only what changes neither its numbers nor its network may be given anew."""
+    folder = run_folder(path)
+    record = read_ledger(folder / "ledger.jsonl")
+    refuse_finished(folder, record.end)
+    config = config_of(folder)
+    if config is None:
+        raise Refusal(f"{folder} was begun in Python; resume it there: {how_to_resume(folder)}")
     may_change = ("device", "micro_batch_size", "memory_limit", "compile")
     usual = Settings()
     changed = {
@@ -214,10 +221,10 @@ def _settings_of(folder: str, given: Settings) -> tuple[Settings, Plan]:
                 + " may be given)"
             )
     try:
-        own = Settings(**json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Refusal(f"{folder} is not a run of the command line: {error}") from error
-    return replace(own, **changed), read_ledger(Path(folder) / "ledger.jsonl").plan
+        own = Settings(**config)
+    except TypeError as error:
+        raise Refusal(f"{folder} was begun by another version of tptopk: {error}") from error
+    return replace(own, **changed), record.plan
 
 
 def _train(

@@ -29,6 +29,7 @@ from tptopk.privacy.statement import Facts, statement
 from tptopk.supports.support import Support
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
+from tptopk.training.begun import how_to_resume, run_folder, what_instead
 from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_durably
 from tptopk.training.metrics import JsonLines
 from tptopk.training.metrics import StepRecord as StepRecord
@@ -116,9 +117,7 @@ class RunFolder:
         self.ledger = self.path / "ledger.jsonl"
         found = [name for name in FILES if os.path.lexists(self.path / name)]
         if found and not resume:
-            raise Refusal(
-                f"{path} already holds a run ({found[0]}); choose another folder, move that one away, or resume it"
-            )
+            raise Refusal(f"{path} already holds a run ({found[0]}); {what_instead(path)}")
         if resume and not self.ledger.exists():
             raise Refusal(f"{path} holds no run to resume")
         try:
@@ -211,7 +210,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
     Without a model, one of the library's own networks is built if the run names it. A network of somebody else's is
     never built because a file says so: give it.
     """
-    folder = Path(path)
+    folder = run_folder(path)
     try:
         summary = json.loads((folder / "run.json").read_text(encoding="utf-8"))
         if summary["format"] != FORMAT:
@@ -219,7 +218,10 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
                 f"{folder} was written by another version of tptopk (format {summary['format']}, here {FORMAT})"
             )
         if summary["status"] == "running":
-            raise Refusal(f"{folder} holds a run that is still going on, or was killed before it could save a model")
+            raise Refusal(
+                f"{folder} holds a run that is still going on, or was killed before it could save a model; if it was killed, go on "
+                f"with: {how_to_resume(folder)}"
+            )
         plan = Plan.from_dict(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
         weights = load_file(str(folder / "model.safetensors"))
         support = Support.load(folder / "support.safetensors")

@@ -16,6 +16,7 @@ from tptopk.supports.policies import SupportPolicy
 from tptopk.supports.support import trainable
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from tptopk.training.begun import refuse_finished
 from tptopk.training.run import load_weights
 from tptopk.training.updates import WeightAverage, optimizer_state, restore_optimizer
 
@@ -123,11 +124,10 @@ def refuse_another_run(folder: Path, plan: Plan) -> None:
         raise Refusal(f"{folder} holds a run of another plan; a run is resumed with the plan it was begun with")
     if record.problems:
         raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
-    if record.end is not None and record.end["status"] == "finished":
-        raise Refusal(f"{folder} holds a run that is finished")
 
 
 def place_in_ledger(found: Checkpoint, plan: Plan, folder: Path) -> tuple[dict[int, int], int, str]:
+    refuse_finished(folder, record.end)
     """Where the ledger was when the checkpoint was made: steps taken in each phase, lines, and the last line's hash."""
     try:
         other = Plan.from_dict(found.values["plan"]) != plan
