@@ -19,9 +19,9 @@ from torch.utils.data import (
 )
 
 from tests.integrations.loops import BATCH, N, network, private, records, sgd, train, weights, with_samples
-from tptopk.integrations.opacus import BatchMemoryManager, PrivacyEngine
+from tptopk.integrations.opacus import BatchMemoryManager, ModuleValidator, PrivacyEngine
 from tptopk.privacy import accounting
-from tptopk.privacy.accounting import Segment
+from tptopk.privacy.accounting import Segment, round_up
 from tptopk.privacy.ledger import BudgetSpent
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.randomness import Streams
@@ -131,6 +131,37 @@ def test_epsilon_is_that_of_the_steps_charged():
     assert engine.accountant.history == [(1.0, BATCH / N, 8)] and len(engine.accountant) == 8
     expected = accounting.epsilon([Segment(1.0, BATCH / N, 8)], 1e-4, "rdp")
     assert engine.get_epsilon(1e-4) == engine.get_epsilon(delta=1e-4) == expected
+
+
+def test_a_statement_is_of_the_steps_charged():
+    engine, model, optimizer, loader = private()
+    with pytest.raises(Refusal, match="call make_private first"):
+        PrivacyEngine().statement()
+    train(model, optimizer, loader)
+    text = engine.statement(1e-5)
+    assert f"({round_up(engine.get_epsilon(1e-5))}, 1e-05)" in text and "unfinished" not in text
+    assert f"| training | {len(loader)} | {len(loader)} |" in text
+
+
+def test_a_statement_of_a_plan_says_how_much_of_it_was_taken():
+    engine, model, optimizer, loader = private(target_epsilon=3.0, target_delta=1e-5, epochs=2)
+    train(model, optimizer, loader)
+    half = engine.statement()
+    assert "This run is **unfinished**" in half and f"of {2 * len(loader)} steps" in half
+    assert round_up(engine.get_epsilon(1e-5)) in half
+    train(model, optimizer, loader)
+    assert "unfinished" not in engine.statement()
+
+
+def test_what_cannot_be_private_is_found_and_mended():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    assert not ModuleValidator.is_valid(model) and "GroupNorm" in str(ModuleValidator.validate(model)[0])
+    with pytest.raises(Refusal):
+        ModuleValidator.validate(model, strict=True)
+    fixed = ModuleValidator.fix_and_validate(model)
+    assert ModuleValidator.is_valid(fixed) and isinstance(fixed[1], nn.GroupNorm)
+    with pytest.raises(Refusal, match="takes the module alone"):
+        ModuleValidator.fix(model, replace_bn_with_in=True)
 
 
 @pytest.mark.parametrize("accountant", ["prv", "rdp"])

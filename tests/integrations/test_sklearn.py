@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import pickle
 import runpy
@@ -22,6 +23,7 @@ from sklearn.utils.estimator_checks import check_classifiers_train, parametrize_
 from tptopk import PrivacyWarning, Refusal
 from tptopk.data.columns import Categories, Number, encode
 from tptopk.integrations.sklearn import TPTopKClassifier
+from tptopk.training.verify import verify
 
 FAST = {"accountant": "rdp", "epochs": 8, "batch_size": 0.5, "learning_rate": 0.5, "clip_norm": 1.0}
 undeclared = pytest.mark.filterwarnings("ignore:read from the data:tptopk.privacy.plan.PrivacyWarning")
@@ -53,7 +55,9 @@ def made(records: int = 60, seed: int = 0):
 
 
 def declared(**changes):
-    return TPTopKClassifier(**{**FAST, "classes": ["no", "yes"], "dataset_size": 60, "random_state": 0, **changes})
+    return TPTopKClassifier(
+        **{**FAST, "classes": ["no", "yes"], "dataset_size": 60, "bounds": (-1, 1), "random_state": 0, **changes}
+    )
 
 
 def test_a_run_is_within_its_budget_and_says_what_it_did():
@@ -127,6 +131,30 @@ def test_values_outside_their_bounds_are_clipped_in_silence():
     assert np.array_equal(one.predict_proba(far), other.predict_proba(near))
 
 
+def test_bounds_that_were_forgotten_are_said_whatever_the_table_holds():
+    table, labels = made()
+    with pytest.warns(UserWarning, match="no bounds were given"):
+        forgotten = declared(bounds=None).fit(table, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", PrivacyWarning)
+        given = declared(bounds=(-1, 1)).fit(table, labels)
+        declared(bounds=None, categories={0: ["a"], 1: ["b"], 2: ["c"]}).fit(table, labels)  # nothing to bound
+    assert np.array_equal(forgotten.predict_proba(table), given.predict_proba(table))
+
+
+def test_a_run_folder_can_be_verified_and_needs_what_it_states(tmp_path):
+    table, labels = made()
+    fitted = declared(out=tmp_path / "run", random_state=None).fit(table, labels)
+    verdict = verify(tmp_path / "run")
+    assert verdict.holds and verdict.epsilon == fitted.epsilon_
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["config"]["bounds"] == "(-1, 1)" and "random_state" not in run["config"]
+    with pytest.raises(Refusal, match="would be read from the data: declare classes"):
+        declared(out=tmp_path / "other", classes=None).fit(table, labels)
+    assert not (tmp_path / "other").exists()
+
+
 def test_bounds_may_be_a_pair_a_list_or_a_dictionary():
     table, labels = made()
     pairs = [(-1, 1), (-1, 1), (-1, 1)]
@@ -196,10 +224,13 @@ def test_a_label_that_is_no_class_is_refused_without_saying_it():
         ({"classes": ["no"]}, "only one class"),
         ({"classes": ["no", "no", "yes"]}, "give each label once"),
         ({"classes": ["no", 1, None]}, "which can be sorted|none of the declared"),
-        ({"bounds": (1, -1)}, "upper bound of column 0 is -1"),
+        ({"bounds": (1, -1)}, r"bounds of column 0 are \[1, -1\]; write the least first"),
         ({"bounds": "wide"}, "neither one pair"),
         ({"bounds": 3}, "neither one pair"),
-        ({"bounds": {0: (0, 1)}}, "column 1 has no bounds"),
+        (
+            {"bounds": {0: (0, 1)}},
+            "column 1 has no bounds.*or leave the column out: an identifier must not be an input",
+        ),
         ({"bounds": [(0, 1), None, (0, 1)]}, "column 1 has no bounds"),
         ({"bounds": {"age": (0, 1)}}, "bounds names a column 'age' that the table does not have"),
         ({"bounds": (0, math.inf)}, "upper bound of column 0 is inf"),

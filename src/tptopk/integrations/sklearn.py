@@ -38,7 +38,8 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     `bounds`: the least and the largest value of numeric columns: one pair for all, a list with a pair for each column (None for a
     column of categories), or a dictionary by column name, or by number where columns have no names. Values are scaled from their
     bounds to [−1, 1]. A value outside is clipped to the nearest bound, silently and always: a warning would tell that there was
-    one. The default suits columns that are on that scale already; bounds that are far off cost accuracy, not privacy.
+    one. Left out, every column is taken to be on that scale already, and a warning says so; bounds that are far off cost
+    accuracy, not privacy.
     `categories`: a dictionary from a column to the list of its values (one input each, and one for anything else) or to a number
     of buckets, into which values are hashed by a fixed public function. All other columns are numeric. Values are compared as
     a CSV file would hold them: 1, 1.0 and "1" are the same.
@@ -59,7 +60,8 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     Training: `batch_size` is a number of records, or as a float a share of `dataset_size`; `epochs`; `learning_rate`; `optimizer` is "sgd"
     (with momentum 0.9), "adam", or a function from parameters to a torch optimizer. `hidden` holds the widths of hidden tanh
     layers: none is logistic regression. `device` is where training runs; the fitted model is on the CPU. The defaults were chosen by
-    `benchmarks/tune_table.py`.
+    `benchmarks/tune_table.py`. `out`: a new folder for the run, which `tptopk verify`, `statement` and `report` read;
+    it needs `classes` and `dataset_size`.
 
     `random_state`: None takes randomness from the operating system, as a private model needs. Anything else makes the run
     repeatable, and whoever knows it can subtract the noise: such a model is not for release, and `statement()` says so.
@@ -81,7 +83,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         warmup: float = 0.3,
         warmup_budget: float | None = 0.3,
         classes: Sequence[Any] | None = None,
-        bounds: Any = (-1, 1),
+        bounds: Any = None,
         categories: Mapping[Any, Sequence[Any] | int] | None = None,
         missing: bool = False,
         dataset_size: int | None = None,
@@ -96,6 +98,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         accountant: str = "pld",
         account: str | Path | None = None,
         device: str | torch.device | None = None,
+        out: str | Path | None = None,
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.epsilon = epsilon
@@ -120,6 +123,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.accountant = accountant
         self.account = account
         self.device = device
+        self.out = out
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
@@ -132,7 +136,14 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Train on a table X [N, columns] and labels y [N]; `groups`: an id for each record, if a whole group is what is protected."""
         X, y = self._checked(X, y, reset=True)
         names = getattr(self, "feature_names_in_", range(self.n_features_in_))
-        columns = declared_columns(list(names), self.bounds, self.categories, missing=bool(self.missing))
+        if self.bounds is None and len(self.categories or ()) < self.n_features_in_:
+            warnings.warn(
+                "no bounds were given: values are clipped to [−1, 1]. Give bounds={column: (least, largest)}, or bounds=(-1, 1) if "
+                "that is the scale of your columns",
+                stacklevel=2,
+            )
+        bounds = (-1, 1) if self.bounds is None else self.bounds
+        columns = declared_columns(list(names), bounds, self.categories, missing=bool(self.missing))
         inputs = encode(X, columns)
         classes, targets = self._labels(y)
         ids = None if groups is None else np.asarray(groups).tolist()
@@ -148,6 +159,11 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if size is None:
             read.append(f"the number of {unit}s")
             size = len(inputs) if ids is None else len(set(ids))
+        if read and self.out is not None:
+            raise Refusal(
+                f"a run folder states what may be claimed, and {' and '.join(read)} would be read from the data: declare classes=[…] and "
+                "dataset_size=…, or leave out= away"
+            )
         if read:
             warnings.warn(
                 f"read from the data, which the guarantee does not cover: {' and '.join(read)}; declare classes=[…] and dataset_size=… "
@@ -168,6 +184,8 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             most_rows=plain(self.most_rows),
             device=self.device,
             account=self.account,
+            out=self.out,
+            config=self._described(),
             seed=seed,
         )
         model.cpu()
@@ -245,6 +263,11 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "y holds a label that is none of the declared classes; add the class to classes= or repair the table"
             )
         return classes, torch.tensor(numbers, dtype=torch.long)
+
+    def _described(self) -> dict[str, Any]:
+        """What was declared, in words, for the run folder."""
+        declared = {name: repr(value) for name, value in self.get_params().items() if name != "random_state"}
+        return {"estimator": type(self).__name__, **declared}
 
     def _plan(self, size: int, unit: str) -> Plan:
         batch = plain(self.batch_size)

@@ -1,4 +1,4 @@
-"""An engine in the shape of Opacus's: a training script written for it runs here by changing its import.
+"""An engine in the shape of Opacus's: a training script written for it runs here by changing its imports.
 
     from tptopk.integrations.opacus import PrivacyEngine   # was: from opacus import PrivacyEngine
 
@@ -20,5 +20,6 @@ Losses and accuracies that the loop prints of its own batches are of private rec
 from tptopk.integrations.opacus.engine import PrivacyEngine
 from tptopk.integrations.opacus.loader import PoissonLoader
 from tptopk.integrations.opacus.optimizer import BatchMemoryManager, PrivateOptimizer
+from tptopk.integrations.opacus.validators import ModuleValidator
 
-__all__ = ["BatchMemoryManager", "PoissonLoader", "PrivacyEngine", "PrivateOptimizer"]
+__all__ = ["BatchMemoryManager", "ModuleValidator", "PoissonLoader", "PrivacyEngine", "PrivateOptimizer"]

@@ -23,6 +23,8 @@ from tptopk.integrations.opacus.steps import PrivateSteps
 from tptopk.models.fix import fix
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
+from tptopk.privacy.statement import statement
+from tptopk.training.run import ledger_facts
 from tptopk.training.updates import check_optimizer
 
 MOST_EPOCHS = 10_000  # where a plan ends that was given no horizon
@@ -245,6 +247,31 @@ class PrivacyEngine:
     def get_epsilon(self, delta: float) -> float:
         """ε at δ of all steps charged so far, an upper bound."""
         return self.accountant.get_epsilon(delta)
+
+    def statement(self, delta: float | None = None) -> str:
+        """What may be claimed for the training so far and what may not, in Markdown; at the plan's δ unless given.
+
+        A training without a horizon is stated as if it ended here; one that was planned says how much of it was taken.
+        """
+        steps = self.accountant.steps
+        if steps is None:
+            raise Refusal("call make_private first: a statement is of a private training")
+        plan, charged = steps.plan, steps.ledger.charged
+        if plan.target_epsilon is None:
+            phases = (replace(p, steps=max(1, charged[i])) for i, p in enumerate(plan.phases))
+            plan = replace(plan, phases=tuple(phases))
+        if delta is not None:
+            check_number("delta", delta, above=0, below=1)
+            plan = replace(plan, delta=delta)
+        whole = all(charged[i] >= p.steps for i, p in enumerate(plan.phases))
+        facts = ledger_facts(
+            steps.ledger,
+            seeded=False,
+            averaged=False,
+            status="finished" if whole else "unfinished",
+            generator="chacha20" if self.secure_mode else "philox",
+        )
+        return statement(plan, replace(facts, epsilon=self.get_epsilon(plan.delta)))
 
     def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader[Any] | None) -> None:
         """Refuse what cannot be trained privately here; nothing is run."""
