@@ -270,7 +270,7 @@ def _train(
             seed=seed,
             on_step=progress,
             on_private_gradient=watch,
-            config=settings.to_dict(),
+            config={**settings.to_dict(), "data": settings.data or "digits"},
         )
     if canaries is not None:
         found = audit_planted(run, canaries)

@@ -2,8 +2,8 @@
 
 A ledger is a file of JSON lines. Each line holds its number, the hash of the line before, and its own hash; the first
 holds the plan, each attempt at the run opens with a line of its own, and the last closes the run with the hashes of the
-files it left. Nothing is ever rewritten: a line that a crash left half-written never paid for anything, and is cut off
-when the run is resumed.
+files it left. These two also say when they were written, for whoever files the run; no figure and no decision depends on it.
+Nothing is ever rewritten: a line that a crash left half-written never paid for anything, and is cut off when the run is resumed.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import Segment
 from tptopk.privacy.chain import START, append_durably, chained, open_locked, read_chain
+from tptopk.privacy.description import now, read_description, read_time, together
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
 
@@ -52,6 +53,7 @@ class Ledger:
     """
 
     _broken = False  # whether a line could not be written; then no other is
+    ended: str | None = None  # when the closing line was written
 
     def __init__(
         self,
@@ -61,9 +63,14 @@ class Ledger:
         block: int = 1,
         seeded: bool = False,
         account_order: float | None = None,
+        described: Mapping[str, str] | None = None,
     ) -> None:
-        """`account_order`: the Rényi order of an account that paid for the plan; attempts together never cost more at it."""
+        """`account_order`: the Rényi order of an account that paid for the plan; attempts together never cost more at it.
+
+        `described`: names of the run, its data and its model, as `description.describe` gives them.
+        """
         self.plan, self.path, self.attempt = plan, path, 1
+        self.described, self.begun = dict(described or {}), list[str | None]([now()])
         self.steps = Counter[int]()  # phase index → steps taken, those of earlier attempts that were kept among them
         self.lost = Counter[int]()  # phase index → steps charged whose outcome was lost
         self._reserved = Counter[int]()  # phase index → steps charged in advance
@@ -76,11 +83,28 @@ class Ledger:
         self._allowed = _affordable(plan, self.lost, self.steps)
         self._append({"kind": "plan", "format": FORMAT, "plan": plan.to_dict()})
         paid = {} if account_order is None else {"account_order": account_order}
-        self._append({"kind": "attempt", "attempt": 1, "seeded": seeded, "versions": versions(), **paid})
+        self._append(
+            {
+                "kind": "attempt",
+                "attempt": 1,
+                "seeded": seeded,
+                "versions": versions(),
+                **paid,
+                **self._said(self.described),
+            }
+        )
 
     @classmethod
     def resume(
-        cls, path: Path, taken: Mapping[int, int], length: int, head: str, *, block: int = 1, seeded: bool = False
+        cls,
+        path: Path,
+        taken: Mapping[int, int],
+        length: int,
+        head: str,
+        *,
+        block: int = 1,
+        seeded: bool = False,
+        described: Mapping[str, str] | None = None,
     ) -> Ledger:
         """Go on with a ledger from a checkpoint that stood at `taken` steps of each phase and that length and head.
 
@@ -94,6 +118,8 @@ class Ledger:
                 raise Refusal(f"the checkpoint is not of this ledger: {path} does not hold the line that it names")
             self.plan, self.path, self._block = found.plan, path, block
             self.attempt = found.attempts + 1
+            told = dict(described or {})
+            self.described, self.begun = together(found.described, told), [*found.begun, now()]
             self.steps = Counter({phase: count for phase, count in taken.items() if count})
             self.lost = Counter(found.charged)
             self.lost.subtract(self.steps)
@@ -113,6 +139,7 @@ class Ledger:
                     "versions": versions(),
                     "from": length,
                     "torn": found.torn,
+                    **self._said(told),
                 }
             )
         except BaseException:
@@ -132,6 +159,9 @@ class Ledger:
         if plan.target_epsilon is not None:
             self._allowed = _affordable(plan, self.lost, self.steps)
         return self
+
+    def _said(self, described: Mapping[str, str]) -> dict[str, Any]:
+        return {"time": self.begun[-1], **({"described": dict(described)} if described else {})}
 
     @property
     def charged(self) -> Counter[int]:
@@ -187,9 +217,18 @@ class Ledger:
         """The last line: how the run ended, how many steps of each phase are in its model, and the hashes of the files it left. Then the file is let go."""
         if self._file is not None:
             taken = [self.steps[i] for i in range(len(self.plan.phases))]
+            ended = now()
             self._append(
-                {"kind": "end", "attempt": self.attempt, "status": status, "taken": taken, "files": dict(files)}
+                {
+                    "kind": "end",
+                    "attempt": self.attempt,
+                    "status": status,
+                    "taken": taken,
+                    "files": dict(files),
+                    "time": ended,
+                }
             )
+            self.ended = ended
             self.release()
 
     def release(self) -> None:
@@ -317,6 +356,9 @@ class LedgerRecord:
     problems: list[str] = field(default_factory=list)  # charges that are not the plan's
     versions: dict[str, str] = field(default_factory=dict)  # of the software, in the last attempt
     account_order: float | None = None  # the Rényi order at which an account paid for the plan
+    described: dict[str, str] = field(default_factory=dict)  # what the attempts were told of the run
+    begun: list[str | None] = field(default_factory=list)  # when each attempt began, if it says so
+    ended: str | None = None
 
     @property
     def head(self) -> str:
@@ -354,6 +396,8 @@ def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -
                 if record.account_order is not None:
                     check_number("account_order", record.account_order, above=1)
                 record.versions = {str(name): str(value) for name, value in line["versions"].items()}
+                record.begun.append(read_time(line))
+                record.described = together(record.described, read_description(line))
             elif line["kind"] == "steps":
                 _take_charge(record, line)
             elif line["kind"] == "query":
@@ -367,6 +411,7 @@ def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -
         raise Refusal(f"{path} holds a line that this version cannot read: {error!r}") from error
     record.queries = queries > 0 or not plan.queries
     record.end = lines[-1] if lines[-1]["kind"] == "end" and not torn else None
+    record.ended = read_time(record.end) if record.end else None
     return record
 
 

@@ -29,15 +29,68 @@ class Facts:
     versions: dict[str, str] = field(default_factory=dict)  # of the software
     taken_steps: list[int] | None = None  # for each phase, those whose outcome is in the model
     training_loss: bool = False  # somebody asked to be shown it
+    described: dict[str, str] = field(default_factory=dict)  # names of the run, its data and its model
+    begun: list[str | None] = field(default_factory=list)  # when each attempt began; None where its ledger does not say
+    ended: str | None = None
 
 
 def statement(plan: Plan, facts: Facts) -> str:
+    title = ["# Privacy statement", "", *_filed(plan, facts)]
     if not plan.spec.private:
-        return (
-            "# Privacy statement\n\n**This model is NOT private.** It was trained without clipping and without noise, for comparison. "
-            "It may reveal its training records; do not release it.\n"
+        warning = (
+            "**This model is NOT private.** It was trained without clipping and without noise, for comparison. "
+            "It may reveal its training records; do not release it."
         )
-    return "\n".join([*_claim(plan, facts), "", *_mechanism(plan, facts), "", *_limits(plan, facts)]) + "\n"
+        return "\n".join([*title, warning]) + "\n"
+    return "\n".join([*title, *_claim(plan, facts), "", *_mechanism(plan, facts), "", *_limits(plan, facts)]) + "\n"
+
+
+def filing(plan: Plan, facts: Facts) -> list[tuple[str, str]]:
+    """What a run is filed under: names that it was told, times of its computer's clock, and the plan's public numbers.
+
+    Empty for ledgers of before such things were written down, whose statements stay as they were.
+    """
+    if not facts.described and not any(facts.begun):
+        return []
+    told = facts.described
+    begun = ", ".join("not on record" if time is None else _shown(time) for time in facts.begun)
+    rows = [
+        ("Run", told.get("run", "not named")),
+        ("Begun" if len(facts.begun) < 2 else f"Begun, {len(facts.begun)} attempts", begun or "not on record"),
+        ("Ended", f"{_shown(facts.ended)}, {facts.status}" if facts.ended else _without_time(facts.status)),
+        ("Data", f"{told.get('data', 'not named')}; declared size: {plan.dataset_size:,} {plan.unit}s"),
+        ("Protected unit", f"one {plan.unit}"),
+        ("Model", told.get("model", "not named")),
+    ]
+    if "schema" in told:
+        rows.append(("Columns", f"those that {told['schema']} declares"))
+    return rows
+
+
+def _shown(time: str) -> str:
+    """2026-11-16T14:15:02Z as 2026-11-16 14:15 UTC."""
+    return f"{time[:10]} {time[11:16]} UTC"
+
+
+def _without_time(status: str) -> str:
+    return "not on record: its ledger is not closed" if status == "crashed" else f"{status}, at a time not on record"
+
+
+def _filed(plan: Plan, facts: Facts) -> list[str]:
+    rows = filing(plan, facts)
+    if not rows:
+        return []
+    return [
+        *(f"- {what}: {words}" for what, words in rows),
+        "",
+        "Names are what the run was told, and times what its computer's clock showed: no figure rests on them, and no file can prove them.",
+        "",
+    ]
+
+
+def delta_too_large(plan: Plan) -> bool:
+    """Whether δ allows publishing a random record outright."""
+    return plan.spec.private and plan.delta * plan.dataset_size >= 1
 
 
 def charged_segments(plan: Plan, facts: Facts) -> list[Segment]:
@@ -70,6 +123,9 @@ def facts_of(
         versions=record.versions,
         taken_steps=_taken(record),
         training_loss=training_loss,
+        described=record.described,
+        begun=record.begun,
+        ended=record.ended,
     )
     if not plan.spec.private:
         return facts
@@ -99,6 +155,9 @@ def as_values(plan: Plan, facts: Facts) -> dict[str, Any]:
         "status": facts.status,
         "attempts": facts.attempts,
         "method": plan.method,
+        "described": facts.described,
+        "begun": facts.begun,
+        "ended": facts.ended,
         "unit": plan.unit,
         "adjacency": plan.adjacency,
         "dataset_size": plan.dataset_size,
@@ -122,7 +181,7 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
     plain = without_amplification(segments, plan.delta)
     points = [(delta, accounting.epsilon(segments, delta, plan.accountant)) for delta in CURVE]
     curve = ", ".join(f"ε({delta:g}) = {round_up(value)}" for delta, value in points)
-    lines = ["# Privacy statement", ""]
+    lines = []
     if facts.seeded:
         lines += [
             "**Not for release.** This run was an experiment with a fixed seed: whoever knows the seed can subtract the noise. "
@@ -141,7 +200,7 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
             "steps that were charged. That it ended, and how, may depend on the data and is not covered.",
             "",
         ]
-    if plan.delta * plan.dataset_size >= 1:
+    if delta_too_large(plan):
         lines += [
             f"**δ = {plan.delta:g} is too large**: at or above 1/N it allows publishing a random record outright.",
             "",

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,7 @@ class RunFolder:
             shutil.copymode(self.path / "plan.json", self.path / name)
         kept = [*names, *([WARMUP] if (self.path / WARMUP).exists() else [])]
         ledger.close(run.status, {name: sha256_of(self.path / name) for name in kept})
+        run.facts = replace(run.facts, ended=ledger.ended)
         self.describe(run)
         if run.status == "finished":
             remove_checkpoints(self.path)
@@ -313,4 +314,6 @@ def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str, g
         taken_steps=[ledger.steps[i] for i in phases],
         generator=generator,
         versions=versions(),
+        described=ledger.described,
+        begun=ledger.begun,
     )

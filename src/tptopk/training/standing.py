@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from torch import nn
@@ -15,8 +16,8 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy
 from tptopk.supports.support import trainable
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tptopk.training.begun import refuse_finished
+from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tptopk.training.run import load_weights
 from tptopk.training.updates import WeightAverage, optimizer_state, restore_optimizer
 
@@ -98,7 +99,15 @@ def follow(folder: Path, standing: Standing) -> None:
         standing.restore(found)
 
 
-def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool, from_start: bool = True) -> Ledger:
+def resumed(
+    folder: Path,
+    plan: Plan,
+    standing: Standing,
+    *,
+    seeded: bool,
+    from_start: bool = True,
+    described: Mapping[str, str] | None = None,
+) -> Ledger:
     """Put everything back as the last checkpoint has it, and open the ledger for another attempt.
 
     A run that never came to its first checkpoint starts over, with what it charged counted as lost; unless it asked
@@ -109,10 +118,10 @@ def resumed(folder: Path, plan: Plan, standing: Standing, *, seeded: bool, from_
     if found is None and not from_start:
         raise Refusal(f"{folder} was killed before it could keep what its queries released; begin a new run")
     if found is None:
-        return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded)
+        return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded, described=described)
     taken, length, head = place_in_ledger(found, plan, folder)
     standing.restore(found)
-    return Ledger.resume(folder / "ledger.jsonl", taken, length, head, seeded=seeded)
+    return Ledger.resume(folder / "ledger.jsonl", taken, length, head, seeded=seeded, described=described)
 
 
 def refuse_another_run(folder: Path, plan: Plan) -> None:
@@ -120,6 +129,7 @@ def refuse_another_run(folder: Path, plan: Plan) -> None:
     if not (folder / "ledger.jsonl").exists():
         raise Refusal(f"{folder} holds no run to resume")
     record = read_ledger(folder / "ledger.jsonl")
+    refuse_finished(folder, record.end)
     if record.plan != plan:
         raise Refusal(f"{folder} holds a run of another plan; a run is resumed with the plan it was begun with")
     if record.problems:
@@ -127,7 +137,6 @@ def refuse_another_run(folder: Path, plan: Plan) -> None:
 
 
 def place_in_ledger(found: Checkpoint, plan: Plan, folder: Path) -> tuple[dict[int, int], int, str]:
-    refuse_finished(folder, record.end)
     """Where the ledger was when the checkpoint was made: steps taken in each phase, lines, and the last line's hash."""
     try:
         other = Plan.from_dict(found.values["plan"]) != plan

@@ -23,6 +23,7 @@ from tptopk.gradients.memory import parse_bytes
 from tptopk.gradients.precision import CLIPPINGS, check_precision
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable
 from tptopk.privacy.account import charge_account, pay_once, read_account
+from tptopk.privacy.description import describe
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.oracle import refuse_oracles
@@ -206,10 +207,18 @@ def fit(
     warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)
     folder = None
+    described = describe(out, model, config or {})
     with team.together():
         if team.is_first:
             if resume and out is not None:
-                ledger = resumed(Path(out), plan, standing, seeded=seed is not None, from_start=standardize is None)
+                ledger = resumed(
+                    Path(out),
+                    plan,
+                    standing,
+                    seeded=seed is not None,
+                    from_start=standardize is None,
+                    described=described,
+                )
                 streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
             pay = None if account is None else partial(pay_once if resume else charge_account, account, plan)
             if out is not None:
@@ -219,7 +228,7 @@ def fit(
             if not resume:
                 order = None if account is None else read_account(account).order
                 path = folder.ledger if folder else None
-                ledger = Ledger(plan, path, seeded=seed is not None, account_order=order)
+                ledger = Ledger(plan, path, seeded=seed is not None, account_order=order, described=described)
     with team.together():
         if not team.is_first:
             if resume and out is not None:

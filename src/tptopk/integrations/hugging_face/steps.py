@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, take
+from tptopk.privacy.description import describe
 from tptopk.privacy.ledger import BudgetSpent, Ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
@@ -57,9 +58,9 @@ class TrainerSteps:
         """Begin a run in the folder, or go on with the one that is there from a checkpoint of Trainer's."""
         if checkpoint is None:
             self._folder = RunFolder(path, self.model, self.plan, config)
-            self.ledger = Ledger(self.plan, self._folder.ledger)
+            self.ledger = Ledger(self.plan, self._folder.ledger, described=describe(path, self.model, config))
         else:
-            ledger = self._resumed(path, checkpoint)
+            ledger = self._resumed(path, checkpoint, describe(path, self.model, config))
             try:
                 self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
                 self._history = self._folder.keep_metrics(sum(ledger.steps.values()))
@@ -71,14 +72,14 @@ class TrainerSteps:
             self.model, self.loss, self.plan, self.ledger, self._streams, self.engine, precision=self._precision
         )
 
-    def _resumed(self, path: Path, checkpoint: Path) -> Ledger:
+    def _resumed(self, path: Path, checkpoint: Path, described: Mapping[str, str]) -> Ledger:
         """Every charge after the checkpoint stays charged, and no randomness of before is drawn again."""
         refuse_another_run(path, self.plan)
         found = load_checkpoint(checkpoint / FOLDER)
         if found is None:
             raise Refusal(f"{checkpoint} holds no privacy state; resume from a checkpoint that PrivateTrainer saved")
         taken, length, head = place_in_ledger(found, self.plan, checkpoint)
-        ledger = Ledger.resume(path / "ledger.jsonl", taken, length, head)
+        ledger = Ledger.resume(path / "ledger.jsonl", taken, length, head, described=described)
         try:
             self.policy.restore(found.part("policy"))
             if self._warmup is not None and (part := found.part("warmup")):

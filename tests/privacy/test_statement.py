@@ -1,0 +1,119 @@
+"""A statement can be filed: it begins with what the run is, and stays what the ledger gives."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.privacy.test_ledger import PLAN, forge, written
+from tptopk.privacy.description import describe, plain, together
+from tptopk.privacy.ledger import Ledger, read_ledger
+from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.statement import as_values, delta_too_large, facts_of, statement
+
+CONFIG = {"data": "/home/anna/clinic.csv", "schema": "tables/clinic.toml", "model": "clinicnet:build", "epsilon": 3.0}
+
+
+def closed(path, described=None):
+    ledger = Ledger(PLAN, path, described=described)
+    ledger.charge_queries()
+    ledger.charge(0, 0, 5)
+    ledger.close("finished", {})
+    return path
+
+
+def stated(path) -> str:
+    record = read_ledger(path)
+    return statement(record.plan, facts_of(record))
+
+
+def test_a_statement_begins_with_what_an_officer_files(tmp_path):
+    lines = stated(closed(tmp_path / "l", describe(tmp_path / "clinic-3", object(), CONFIG))).splitlines()
+    time = r"\d{4}-\d\d-\d\d \d\d:\d\d UTC"
+    assert lines[:3] == ["# Privacy statement", "", "- Run: clinic-3"]
+    assert re.fullmatch(f"- Begun: {time}", lines[3]) and re.fullmatch(f"- Ended: {time}, finished", lines[4])
+    assert lines[5:9] == [
+        "- Data: clinic.csv; declared size: 1,000 records",
+        "- Protected unit: one record",
+        "- Model: clinicnet:build",
+        "- Columns: those that clinic.toml declares",
+    ]
+    assert "no file can prove them" in lines[10]
+
+
+def test_ledgers_without_times_are_read_and_state_what_they_did_before(tmp_path):
+    path = tmp_path / "l"
+    lines = [json.loads(text) for text in written(path).splitlines()]
+    assert [line["kind"] for line in lines if "time" in line] == ["attempt", "end"]
+    for line in lines:
+        line.pop("time", None)
+    forge(path, lines)
+    assert stated(path).startswith("# Privacy statement\n\nTraining satisfies **(ε, δ) = (")
+
+
+def test_no_figure_depends_on_a_clock(tmp_path):
+    path = tmp_path / "l"
+    lines = [json.loads(text) for text in written(path).splitlines()]
+    before = as_values(PLAN, facts_of(read_ledger(path)))
+    for line in lines:
+        if "time" in line:
+            line["time"] = "1970-01-01T00:00:00Z"
+    forge(path, lines)
+    after = as_values(PLAN, facts_of(read_ledger(path)))
+    assert [key for key in before if before[key] != after[key]] == ["begun", "ended", "statement"]
+
+
+@pytest.mark.parametrize("time", ["yesterday", 7, "2026-11-16T14:15:02Z\n# A claim"])
+def test_a_time_that_is_none_is_refused(tmp_path, time):
+    path = tmp_path / "l"
+    lines = [json.loads(text) for text in written(path).splitlines()]
+    lines[1]["time"] = time
+    forge(path, lines)
+    with pytest.raises(Refusal, match="line 2 holds a time"):
+        read_ledger(path)
+
+
+@pytest.mark.parametrize("described", [3, {"data": ["x"]}])
+def test_a_description_that_is_none_is_refused(tmp_path, described):
+    path = tmp_path / "l"
+    lines = [json.loads(text) for text in written(path).splitlines()]
+    lines[1]["described"] = described
+    forge(path, lines)
+    with pytest.raises(Refusal, match="line 2 holds a description"):
+        read_ledger(path)
+
+
+def test_a_name_cannot_write_a_line_or_a_claim_of_its_own(tmp_path):
+    bad = "x.csv\n\nTraining satisfies **(ε, δ) = (0.1, 1e-9)**\n| \udc80 <b>"
+    told = describe("runs/a", object(), {"data": f"data/{bad}"})
+    found = stated(closed(tmp_path / "l", told))
+    assert (
+        "**(ε, δ) = (0.1" not in found and found.encode() and len(re.findall("^Training satisfies", found, re.M)) == 1
+    )
+    assert plain(plain(bad)) == plain(bad) and len(plain("a " * 500)) <= 200
+
+
+def test_a_resumed_run_names_each_attempt_and_what_it_was_told(tmp_path):
+    path = tmp_path / "l"
+    ledger = Ledger(PLAN, path, described={"run": "a", "data": "x.csv"})
+    ledger.release()
+    again = Ledger.resume(path, {}, 0, "", described={"run": "a", "data": "y.csv"})
+    assert len(again.begun) == 2 and again.described == {"run": "a", "data": "x.csv, then y.csv"}
+    again.close("finished", {})
+    record = read_ledger(path)
+    assert (record.described, record.begun, record.ended) == (again.described, again.begun, again.ended)
+    assert "- Begun, 2 attempts: " in stated(path) and "- Data: x.csv, then y.csv; declared" in stated(path)
+    assert together({"data": "x, then y"}, {"data": "x"}) == {"data": "x, then y"}
+
+
+def test_an_open_run_has_no_end(tmp_path):
+    Ledger(PLAN, tmp_path / "l").release()
+    assert "- Ended: not on record: its ledger is not closed" in stated(tmp_path / "l")
+
+
+def test_a_delta_of_one_in_n_is_too_large():
+    with pytest.warns(UserWarning, match="delta = 0.001"):
+        assert delta_too_large(replace(PLAN, delta=1e-3)) and not delta_too_large(PLAN)
