@@ -182,9 +182,9 @@ def test_a_config_file_says_the_same_words(tptopk, own):
             ["train", "--data", "nowhere.npz", "--dataset-size", "9", "--batch-size", "3"],
             "there is no file nowhere.npz",
         ),
-        (["train", "--data", "no_labels.npz", "--dataset-size", "9", "--batch-size", "3"], "has no y_train"),
-        (["train", "--data", "mynet.py", "--dataset-size", "9", "--batch-size", "3"], "cannot be read"),
-        (["train", "--data", "pickled.npz", "--dataset-size", "9", "--batch-size", "3"], "cannot be read"),
+        (["train", "--data", "no_labels.npz", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"], "has no y_train"),
+        (["train", "--data", "mynet.py", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"], "cannot be read"),
+        (["train", "--data", "pickled.npz", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"], "cannot be read"),
         (
             ["train", "--data", "mine.npz", "--dataset-size", "61", "--batch-size", "9", "--model", "mynet:build"],
             "declares a dataset of 61 records",
@@ -207,7 +207,10 @@ def test_a_config_file_says_the_same_words(tptopk, own):
         (["compare", "--data", "no_test.npz", "--dataset-size", "90", "--batch-size", "9"], "needs a test set"),
         (["plan", "--coordinates", "0"], "coordinates is 0"),
         (["predict", "nowhere"], "there is no run in nowhere"),
-        (["statement", "nowhere"], "cannot read"),
+        (["statement", "nowhere"], "there is no run in nowhere"),
+        (["verify", "nowhere"], "there is no run in nowhere"),
+        (["advise", "nowhere"], "there is no run in nowhere"),
+        (["train", "--resume", "nowhere"], "there is no run in nowhere"),
     ],
 )
 def test_mistakes_get_one_clear_line(tptopk, own, words, message):
@@ -256,16 +259,26 @@ def test_checking_data_is_the_operators_own_step(tptopk, own):
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 7, -1])
     x[1, 0] = np.nan
     np.savez(own / "bad.npz", x_train=x, y_train=y)
-    shown = tptopk("data", "check", "bad.npz", "--classes", "3", cwd=own).stdout
-    assert (
-        "1 records have inputs that are not finite" in shown
-        and "largest label is 7" in shown
-        and "smallest label is -1" in shown
-    )
+def test_labels_from_one_are_said_and_a_test_set_with_them_is_refused(tptopk, own):
+    x, y = np.zeros((9, 3, 4), np.float32), np.arange(9) % 3 + 1
+    np.savez(own / "from_one.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
+    shown = tptopk("data", "check", "from_one.npz", cwd=own, check=False)
+    assert shown.returncode == 1 and "labels start at 1; classes are numbered from 0" in shown.stdout
+    words = ["--data", "from_one.npz", "--dataset-size", "9", "--batch-size", "3", "--delta", "1e-3"]
+    refused = tptopk("train", *QUICK, *words, "--model", "mynet:build", "--out", "run", cwd=own, check=False)
+    assert refused.returncode == 2 and "2 of 6 test records have a label that is no class" in refused.stderr
+    assert not (own / "run").exists(), "nothing was charged"
+
+
+    done = tptopk("data", "check", "bad.npz", "--classes", "3", cwd=own, check=False)
+    shown = done.stdout
+    assert done.returncode == 1 and "inputs that are not finite" in shown
+    assert "2 records have a label that is no class and would contribute nothing to training, silently" in shown
+    assert "labels are -1 to 7, 3 classes are numbered from 0 to 2" in shown
     assert "not covered by any guarantee" in shown
     (own / "table.csv").write_text("age,ill\n30,no\n30,yes\n30,yes\n")
     (own / "known.toml").write_text('target = "ill"\nclasses = ["no", "yes"]\n[numeric]\nage = [0, 120]\n')
-    shown = tptopk("data", "check", "table.csv", "--schema", "known.toml", cwd=own).stdout
+    shown = tptopk("data", "check", "table.csv", "--schema", "known.toml", cwd=own, check=False).stdout
     assert "3 records, inputs (2,)" in shown and "column 'age' is the same in all records" in shown
 
 
@@ -319,7 +332,7 @@ def test_a_run_begun_in_python_is_resumed_in_python(tptopk, tmp_path):
     stopped_in_python(tmp_path / "done", on_step=None)
     finished = tptopk("train", "--resume", "done", "--epsilon", "1", cwd=tmp_path, check=False)
     assert "is finished" in finished.stderr and "another folder" in finished.stderr
-    for words in (["train", "--resume", "runn"], ["predict", "runn"]):
+    for words in (["train", "--resume", "runn"], ["predict", "runn"], ["verify", "runn"]):
         assert "there is no run in runn; did you mean run?" in tptopk(*words, cwd=tmp_path, check=False).stderr
 
 
@@ -330,7 +343,7 @@ def test_where_a_run_of_the_command_line_is_the_command_to_go_on_is_named(tptopk
     ledger.write_text("".join(ledger.read_text().splitlines(keepends=True)[:-1]))  # as after kill -9
     summary = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps({**summary, "status": "running"}))
-    for words in (["predict", "run"], ["train", "--out", "run"]):
+    for words in (["predict", "run"], ["train", "--out", "run"], ["statement", "run"], ["verify", "run", "--json"]):
         done = tptopk(*words, cwd=tmp_path, check=False)
         assert "tptopk train --resume run" in done.stdout + done.stderr, words
 

@@ -321,6 +321,23 @@ def test_padding_that_lets_one_record_change_another_is_refused():
     assert fit(Pooling(masked=True), Sentences(), collate=padded).status == "finished"
 
 
+def test_a_training_record_with_a_label_that_is_no_class_is_a_silent_zero_and_a_test_record_is_not():
+    x, y = data()
+    y[0] = 3
+    run = fit(train_set=(x, y))
+    assert run.status == "finished"
+    with pytest.raises(Refusal, match="1 of 300 test records have a label that is no class: the model has 3 classes"):
+        tptopk.evaluate(run.model, (x, y), F.cross_entropy)
+    known = tptopk.evaluate(run.model, (x[1:], y[1:]), F.cross_entropy)
+    assert known["loss"] > 0 and known["accuracy"] > 0.8
+
+
+def test_a_mark_for_padding_is_no_strange_label():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)))  # three classes at each of two places
+    found = tptopk.evaluate(model, (torch.zeros(5, 4), torch.tensor([[0, -100]] * 5)), F.cross_entropy)
+    assert found["loss"] > 0
+
+
 def test_training_a_model_twice_is_warned_about():
     model = network()
     fit(model)
@@ -365,6 +382,8 @@ def part(model):
         ({"the_plan": plan(active_ratio=0.001)}, "k = 0"),
         ({"test_set": (torch.zeros(0, 6), torch.zeros(0, dtype=torch.long))}, "test set is empty"),
         ({"test_set": (torch.zeros(5, 7), torch.zeros(5, dtype=torch.long))}, "first test record"),
+        ({"test_set": (data()[0], data()[1] + 1)}, "of 300 test records have a label that is no class"),
+        ({"test_set": [(x, int(y) - 1) for x, y in zip(*data(5), strict=True)]}, "of 5 test records have a label"),
         ({"out": "/proc/nothing/here"}, "cannot write"),
         ({"model": nn.Sequential(WithState(6, 3)), "out": "{tmp}"}, "only tensors can be saved"),
         (

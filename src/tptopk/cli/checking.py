@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import sys
 from typing import Annotated
 
 import typer
@@ -19,6 +19,7 @@ from tptopk.privacy.statement import as_values as statement_values
 from tptopk.privacy.statement import statement as statement_text
 from tptopk.report.plots import audit_figure
 from tptopk.report.terminal import print_audits, print_verdict
+from tptopk.training.begun import how_to_resume, run_folder
 from tptopk.training.verify import UNCHECKED, facts_in
 from tptopk.training.verify import verify as verify_run
 
@@ -29,15 +30,18 @@ app.add_typer(account_app, name="account")
 @app.command()
 def statement(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
     """Print what may be claimed for a run, and what may not, from its ledger."""
-    record = read_ledger(Path(run) / "ledger.jsonl")
-    facts = facts_in(Path(run), record)
+    folder = run_folder(run)
+    record = read_ledger(folder / "ledger.jsonl")
+    facts = facts_in(folder, record)
     print(json.dumps(statement_values(record.plan, facts)) if json_ else statement_text(record.plan, facts))
+    if record.end is None:
+        print(f"if the run was killed, go on with: {how_to_resume(folder)}", file=sys.stderr)
 
 
 @app.command()
 def verify(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
     """Recompute a run's ε from its ledger, twice, and check everything in its folder against it."""
-    found = verify_run(run)
+    found = verify_run(run_folder(run))
     if json_:
         values = {"holds": found.holds, "epsilon": found.epsilon, "delta": found.delta, "epsilons": found.epsilons}
         checks = [{"check": what, "holds": ok, "words": words} for what, ok, words in found.checks]

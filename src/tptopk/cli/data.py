@@ -45,6 +45,7 @@ def check(
             on_image=on_image,
         )
     columns = read_schema_for(source, schema)
+    found = False
     for name, pair in (("training", training), ("test", test)):
         if pair is None:
             continue
@@ -53,9 +54,13 @@ def check(
         print(
             f"{name}: {len(pair[1])} records, inputs {tuple(pair[0].shape[1:])} {pair[0].dtype}, targets {pair[1].dtype}{labels}"
         )
-        for line in findings(pair, classes, columns) or ["nothing to report"]:
+        lines = findings(pair, classes, columns)
+        found |= bool(lines)
+        for line in lines or ["nothing to report"]:
             print(f"  {line}")
     print("This looked at the data itself and is not covered by any guarantee.")
+    if found:
+        raise typer.Exit(1)
 
 
 @data_app.command()

@@ -132,11 +132,26 @@ def findings(pair: Pair, classes: int | None = None, schema: Schema | None = Non
         if not bool(torch.isfinite(targets).all()):
             found.append("some targets are not finite; their records will contribute nothing")
     else:
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0:
-            found.append(f"the smallest label is {low}; class numbers start at 0")
-        if classes is not None and high >= classes:
-            found.append(
-                f"the largest label is {high}, but there are {classes} classes: training would stop with an error"
-            )
+        found += _label_findings(targets, classes)
+    return found
+
+
+def _label_findings(targets: Tensor, classes: int | None) -> list[str]:
+    """Labels that are no classes: training gives their records no part, without a word; a test set with them is refused."""
+    low, high = int(targets.min()), int(targets.max())
+    found = [f"labels start at {low}; classes are numbered from 0"] if low != 0 else []
+    strange = (targets < 0) | (targets >= (high + 1 if classes is None else classes))
+    count = int(strange.reshape(len(targets), -1).any(1).sum())
+    if count:
+        whose = (
+            "1 record has a label that is no class and"
+            if count == 1
+            else f"{count} records have a label that is no class and"
+        )
+        known = (
+            "classes are numbered from 0"
+            if classes is None
+            else f"{classes} classes are numbered from 0 to {classes - 1}"
+        )
+        found.append(f"{whose} would contribute nothing to training, silently: labels are {low} to {high}, {known}")
     return found

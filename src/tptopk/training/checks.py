@@ -17,7 +17,7 @@ from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Shifting, Support, trainable
-from tptopk.training.evaluation import evaluate
+from tptopk.training.evaluation import StrangeLabels, evaluate, refuse_strange_labels
 from tptopk.training.sampling import Collate, Records
 
 USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of what is free
@@ -26,12 +26,14 @@ USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of 
 def check_test_set(
     model: nn.Module, test_set: Any, loss: Callable[..., Tensor], collate: Collate | None, device: torch.device
 ) -> None:
-    """Try the first test record before anything is charged."""
+    """Try the first test record, and look at all labels, before anything is charged."""
     records = Records(test_set, collate)
     if len(records) == 0:
         raise Refusal("the test set is empty")
     training = model.training
     try:
+        model.eval()
+        refuse_strange_labels(model, records, loss, device)
         evaluate(
             model,
             [test_set[0]] if records.tensors is None else take(records.tensors, slice(0, 1)),
@@ -39,6 +41,8 @@ def check_test_set(
             collate=collate,
             device=device,
         )
+    except StrangeLabels:
+        raise
     except Exception as error:
         raise Refusal(
             f"the model or the loss failed on the first test record: {type(error).__name__}: {error}"
