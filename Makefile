@@ -30,6 +30,7 @@ compare: .venv/test
 
 .venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { echo "Python 3.11, 3.12 or 3.13 is needed: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "setting up .venv: one or two minutes, once"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plots]'
 	@touch $@
@@ -40,3 +41,4 @@ compare: .venv/test
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@[ ! -d runs ] || echo "runs/ holds your runs and is left as it is"

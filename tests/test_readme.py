@@ -28,7 +28,8 @@ def test_the_lines_for_scikit_learn_run(capsys):
 
 
 @pytest.mark.slow
-def test_the_example_of_a_table_runs(capsys):
+def test_the_example_of_a_table_runs(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["table.py"])
     runpy.run_path(str(Path(__file__).parent.parent / "examples" / "table.py"))
     said = capsys.readouterr().out
     assert float(said.split()[2]) > 0.75 and "How the table was read" in said
