@@ -305,7 +305,7 @@ def test_no_training_loss_is_computed_logged_saved_or_returned(tmp_path, capsys,
     assert math.isnan(output.training_loss) and trainer.state.total_flos == 0 == trainer.state.num_input_tokens_seen
     assert "learning_rate" in figures(tmp_path, trainer, output).split() and any("eval_loss" in logs for logs in shown)
     assert "'loss'" not in capsys.readouterr().out
-    assert float(trainer._tr_loss) == 0.0
+    assert trainer._total_loss_scalar == 0.0  # what Trainer itself saw
     assert output.metrics["epsilon"] == trainer.epsilon
     assert "This library shows none" in trainer.run.statement() and "metrics on the test set" in trainer.run.statement()
 
@@ -449,7 +449,7 @@ def test_a_crash_loses_no_charge_and_no_noise_or_sample_is_drawn_again(tmp_path,
 
     def noisy(self, shape, device, *place):
         noise.append(normal(self, shape, device, *place))
-        return noise[-1]
+        return noise[-1].clone()  # the mechanism writes into it
 
     def drawn(self, phase, step, rate):
         samples.append((step, tuple(sample(self, phase, step, rate).tolist())))
@@ -478,7 +478,7 @@ def test_a_notebook_goes_on_with_the_same_trainer(tmp_path, monkeypatch):
 
     def noisy(self, shape, device, *place):
         noise.append(normal(self, shape, device, *place))
-        return noise[-1]
+        return noise[-1].clone()  # the mechanism writes into it
 
     monkeypatch.setattr(Streams, "normal", noisy)
     crash = Crash(7)
@@ -506,6 +506,12 @@ def test_what_is_not_this_runs_checkpoint_is_refused_and_charges_nothing(tmp_pat
             private(tmp_path, args=saving, **given).train(resume_from_checkpoint=True)
     with pytest.raises(Refusal, match="already holds a run"):
         private(tmp_path, args=saving).train()
+    state = tmp_path / "checkpoint-5" / "trainer_state.json"
+    written = state.read_text()
+    state.write_text(written.replace('"global_step": 5', '"global_step": 4'))
+    with pytest.raises(Refusal, match="stands at step 4 and its privacy state at step 5"):
+        private(tmp_path, args=saving).train(resume_from_checkpoint=True)
+    state.write_text(written)
     (tmp_path / "checkpoint-5" / "privacy" / "checkpoint.json").rename(tmp_path / "checkpoint.json")
     with pytest.raises(Refusal, match="no privacy state"):
         private(tmp_path, args=saving).train(resume_from_checkpoint=True)

@@ -54,13 +54,13 @@ class TrainerSteps:
         self._history: list[StepRecord] = []
         self._started = time.monotonic()
 
-    def open(self, path: Path, checkpoint: Path | None, config: Mapping[str, Any]) -> None:
-        """Begin a run in the folder, or go on with the one that is there from a checkpoint of Trainer's."""
+    def open(self, path: Path, checkpoint: Path | None, global_step: int, config: Mapping[str, Any]) -> None:
+        """Begin a run in the folder, or go on with the one that is there from a checkpoint of Trainer's at that step."""
         if checkpoint is None:
             self._folder = RunFolder(path, self.model, self.plan, config)
             self.ledger = Ledger(self.plan, self._folder.ledger, described=describe(path, self.model, config))
         else:
-            ledger = self._resumed(path, checkpoint, describe(path, self.model, config))
+            ledger = self._resumed(path, checkpoint, global_step, describe(path, self.model, config))
             try:
                 self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
                 self._history = self._folder.keep_metrics(sum(ledger.steps.values()))
@@ -72,13 +72,17 @@ class TrainerSteps:
             self.model, self.loss, self.plan, self.ledger, self._streams, self.engine, precision=self._precision
         )
 
-    def _resumed(self, path: Path, checkpoint: Path, described: Mapping[str, str]) -> Ledger:
+    def _resumed(self, path: Path, checkpoint: Path, global_step: int, described: Mapping[str, str]) -> Ledger:
         """Every charge after the checkpoint stays charged, and no randomness of before is drawn again."""
         refuse_another_run(path, self.plan)
         found = load_checkpoint(checkpoint / FOLDER)
         if found is None:
             raise Refusal(f"{checkpoint} holds no privacy state; resume from a checkpoint that PrivateTrainer saved")
         taken, length, head = place_in_ledger(found, self.plan, checkpoint)
+        if sum(taken.values()) != global_step:
+            raise Refusal(
+                f"{checkpoint} stands at step {global_step} and its privacy state at step {sum(taken.values())}; resume from another"
+            )
         ledger = Ledger.resume(path / "ledger.jsonl", taken, length, head, described=described)
         try:
             self.policy.restore(found.part("policy"))

@@ -253,11 +253,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 f"Trainer is about to take {max_steps} steps and the plan pays for {self.plan.steps}: the arguments were changed since "
                 "PrivateTrainer was built. Build it anew"
             )
-        self._steps.open(Path(self.args.output_dir) / FOLDER, self._checkpoint, self._config)
-        if self._steps.taken != global_step:
-            raise Refusal(
-                f"{self._checkpoint} stands at step {global_step} and its privacy state at step {self._steps.taken}; resume from another"
-            )
+        self._steps.open(Path(self.args.output_dir) / FOLDER, self._checkpoint, global_step, self._config)
         if self._steps.steps_left < 1:
             raise Refusal(
                 "with the steps that earlier attempts lost, the budget is spent: there is no step left to take"
