@@ -93,7 +93,18 @@ def test_a_name_cannot_write_a_line_or_a_claim_of_its_own(tmp_path):
     assert (
         "**(ε, δ) = (0.1" not in found and found.encode() and len(re.findall("^Training satisfies", found, re.M)) == 1
     )
-    assert plain(plain(bad)) == plain(bad) and len(plain("a " * 500)) <= 200
+    assert plain(plain(bad)) == plain(bad) and len(plain("a " * 900)) <= 1000
+
+
+def test_a_table_is_filed_with_its_columns_and_their_bounds(tmp_path):
+    schema = {
+        "target": "outcome",
+        "classes": ["no", "yes"],
+        "numeric": {"age": [0.0, 120.0], "dose": [0.0, 2.5]},
+        "categories": {"ward": ["A", "B"]},
+    }
+    found = stated(closed(tmp_path / "l", describe("runs/a", object(), CONFIG, schema)))
+    assert "- Columns: age (0 to 120), dose (0 to 2.5), ward (2 categories), target outcome\n" in found
 
 
 def test_a_resumed_run_names_each_attempt_and_what_it_was_told(tmp_path):

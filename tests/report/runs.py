@@ -12,14 +12,16 @@ import tptopk
 BAD = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">'\"&\x00"
 
 
-def make_run(folder: Path, method: str = "tp-topk", *, seed: int | None = None, **config: object) -> Path:
+def make_run(
+    folder: Path, method: str = "tp-topk", *, seed: int | None = None, delta: float = 1e-4, **config: object
+) -> Path:
     """A run of nobody's data: 60 steps on 200 made-up records."""
     torch.manual_seed(0)
     x = torch.rand(200, 6) - 0.5
     data = (x, (x[:, 0] > 0).long())
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
     plan = tptopk.Plan.calibrate(
-        method, epsilon=8.0, delta=1e-4, batch_size=50, dataset_size=200, steps=60, warmup=0.4, accountant="rdp"
+        method, epsilon=8.0, delta=delta, batch_size=50, dataset_size=200, steps=60, warmup=0.4, accountant="rdp"
     )
     tptopk.fit(
         model,

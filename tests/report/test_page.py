@@ -20,8 +20,8 @@ from tptopk.privacy.accounting import round_up
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal
 from tptopk.report.claim import best_guess, standing
+from tptopk.report.drawings import WIDTH, chart, density, density_map, error_bars, thinned
 from tptopk.report.drawings import Curve as Line
-from tptopk.report.drawings import chart, density, density_map, thinned
 from tptopk.report.markup import escaped, from_markdown, table, tag
 from tptopk.report.page import MOST_BYTES, compared, page, write_page
 from tptopk.report.sheet import POINTS, read_sheet
@@ -172,6 +172,55 @@ def test_an_unfinished_run_is_charged_in_full(folder):
     found = Outline(page([sheet]))
     assert sheet.verdict.epsilon == pytest.approx(sheet.record.plan.epsilon())
     assert "This run is not finished" in found.text and "the whole plan counts as spent" in found.text
+    assert f"go on with: tptopk.fit(…, out='{folder}', resume=True)" in found.text
+    outcomes = {what: ok for what, ok, _ in sheet.verdict.checks}
+    assert outcomes["end"] is None and outcomes["files"] is None and found.text.count("○ open") == 2
+    assert "5 of 7 checks hold; 2 are open until the run is closed" in found.text and "36 (" in found.text
+
+
+def test_the_page_begins_with_what_an_officer_files(folder):
+    found = page_of(folder)
+    place = [
+        found.text.index(words) for words in ("Runfinished", "Begun20", "Datanot named; declared size: 200 records")
+    ]
+    assert place == sorted(place) and place[-1] < found.text.index("Every check of this run holds")
+    assert "ModelSequential" in found.text and "Protected unitone record" in found.text
+
+
+def test_a_delta_of_one_in_n_is_no_green_page(tmp_path):
+    with pytest.warns(PrivacyWarning, match="delta = 0.01"):
+        path = make_run(tmp_path / "loose", delta=0.01)
+        sheet = read_sheet(path)
+        several = page_of(path, make_run(tmp_path / "tight"))
+    assert standing(sheet)[0] == "care" and "δ is too large" in standing(sheet)[1]
+    assert "train with a δ well below 0.005" in Outline(page([sheet])).text
+    assert ("class", "claim care") in several.attributes and ("class", "claim good") in several.attributes
+    assert "too large for a promise: loose." in several.text
+    done = CliRunner().invoke(app, ["report", str(path), "-o", str(tmp_path / "a.html")])
+    assert done.stderr.count("δ is too large") == 1 and "delta = " not in done.stderr
+
+
+def test_rows_of_a_comparison_say_what_differs_and_which_folders(finished, tmp_path):
+    runs = [make_run(tmp_path / "clinic", data="clinic.csv"), make_run(tmp_path / "scans", data="scans.npz")]
+    rows = compared([read_sheet(path) for path in runs])
+    assert [row["label"] for row in rows] == ["tp-topk (clinic.csv)", "tp-topk (scans.npz)"]
+    assert "trained on different data" in page_of(*runs).text
+    twins = compared([read_sheet(finished), read_sheet(runs[0])])
+    assert [row["label"] for row in twins] == ["tp-topk (data not named)", "tp-topk (clinic.csv)"]
+    (same,) = compared([read_sheet(finished), read_sheet(finished)])
+    assert same["label"] == "tp-topk" and same["runs"] == 2 and same["names"] == ["finished", "finished"]
+    assert "finished, finished" in page_of(finished, finished).text
+
+
+def test_no_axis_of_percentages_goes_beyond_100():
+    drawn = error_bars([("a", [100.0, 92.0], 96.0, 5.66)], "test accuracy, %")
+    assert ">100<" in drawn and not re.search(r">1(0[1-9]|[1-9]\d)<", drawn)
+    x = [float(value) for value in re.findall(r'x2="([\d.]+)"', drawn)]
+    assert max(x) <= WIDTH
+
+
+def test_on_a_phone_a_cell_says_its_column():
+    assert 'data-label="clip norm C"' in table(["phase", "clip norm C"], [["warm-up", 1]])
 
 
 @pytest.mark.parametrize(
@@ -277,7 +326,7 @@ def test_charts_of_one_point_or_equal_values_are_drawn():
 def test_only_markup_is_taken_as_html():
     assert tag("p", "<b>", tag("i", "&")) == "<p>&lt;b&gt;<i>&amp;</i></p>"
     assert tag("p", "", title='"><script>') == '<p title="&quot;&gt;&lt;script&gt;"></p>'
-    assert escaped("\x00\ud800") == "�?" and "<td>&lt;i&gt;</td>" in table(["a", "b"], [["x", "<i>"]])
+    assert escaped("\x00\ud800") == "�?" and '<td data-label="b">&lt;i&gt;</td>' in table(["a", "b"], [["x", "<i>"]])
     assert from_markdown("# A\n\n- **b** <i>\n\n| x | y |\n|---|---|\n| 1 | <2 |").count("&lt;") == 2
 
 

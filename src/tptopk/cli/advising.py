@@ -69,6 +69,8 @@ def advise_(
     if cost:
         print(
             f"This warm-up is charged: ε = {round_up(cost['epsilon'])} at δ = {cost['delta']:g}, in {folder}. Training on the same data comes "
+    if plot:
+        print(f"wrote {plot}")
             "on top of it."
         )
     else:

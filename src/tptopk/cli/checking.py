@@ -18,18 +18,21 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import as_values as statement_values
 from tptopk.privacy.statement import statement as statement_text
 from tptopk.report.plots import audit_figure
-from tptopk.report.terminal import print_audits, print_verdict
+from tptopk.report.terminal import account_values, print_account, print_audits, print_verdict
 from tptopk.training.begun import how_to_resume, run_folder
 from tptopk.training.verify import UNCHECKED, facts_in
 from tptopk.training.verify import verify as verify_run
 
-account_app = typer.Typer(no_args_is_help=True, help="One budget for several runs on the same data.")
+account_app = typer.Typer(no_args_is_help=True, help="One budget for several runs.\n\nAll of them on the same data.")
 app.add_typer(account_app, name="account")
 
 
 @app.command()
 def statement(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
-    """Print what may be claimed for a run, and what may not, from its ledger."""
+    """Print what may be claimed for a run.
+
+    And what may not, from its ledger.
+    """
     folder = run_folder(run)
     record = read_ledger(folder / "ledger.jsonl")
     facts = facts_in(folder, record)
@@ -40,7 +43,10 @@ def statement(run: Annotated[str, typer.Argument(help="a run folder")], json_: A
 
 @app.command()
 def verify(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
-    """Recompute a run's ε from its ledger, twice, and check everything in its folder against it."""
+    """Recompute a run's ε and check its files.
+
+    ε is computed from its ledger, twice, and everything in its folder is checked against it.
+    """
     found = verify_run(run_folder(run))
     if json_:
         values = {"holds": found.holds, "epsilon": found.epsilon, "delta": found.delta, "epsilons": found.epsilons}
@@ -64,7 +70,10 @@ def audit(
     plot: Annotated[str | None, typer.Option(help="write a figure to this file")] = None,
     json_: AsJson = False,
 ) -> None:
-    """Attack the shipped mechanism at its worst case, and print what ε is at least beside what is claimed."""
+    """Attack the mechanism; bound ε from below.
+
+    The shipped mechanism, at its worst case; what ε is at least is printed beside what is claimed.
+    """
     try:
         budgets = [float(value) for value in epsilon.split(",")]
     except ValueError as error:
@@ -79,6 +88,8 @@ def audit(
     print(json.dumps([audit_values(result) for result in found])) if json_ else print_audits(found, Console())
     if plot:
         audit_figure(found, plot, "Lower bounds on ε by attack, beside the claim")
+        if not json_:
+            print(f"wrote {plot}")
     if any(result.verdict != "consistent" for result in found):
         raise typer.Exit(1)
 
@@ -89,7 +100,10 @@ def open_(
     epsilon: Annotated[float, typer.Option(help="budget ε of all runs together")],
     delta: Annotated[float, typer.Option(help="δ of the budget")] = 1e-5,
 ) -> None:
-    """Open an account for a dataset: a budget that several runs share."""
+    """Open an account for a dataset.
+
+    It is a budget that several runs share.
+    """
     account = open_account(path, epsilon, delta)
     print(
         f"{path}: ε = {account.epsilon:g} at δ = {account.delta:g} for all runs, added up at Rényi order {account.order:g}"
@@ -98,15 +112,9 @@ def open_(
 
 @account_app.command()
 def show(path: Annotated[str, typer.Argument(help="an account's file")], json_: AsJson = False) -> None:
-    """Print what an account has paid for, and what is left."""
-    account = read_account(path)
-    if json_:
-        runs = [{"name": run["name"], "cost": run["cost"]} for run in account.runs]
-        values = {"epsilon": account.epsilon, "delta": account.delta, "order": account.order}
-        print(json.dumps({**values, "epsilon_spent": account.epsilon_spent, "runs": runs}))
-        return
-    for run in account.runs:
-        print(f"{run['name'] or '(no folder)'}  ε_α = {run['cost']:.4f}")
-    print(
-        f"{len(account.runs)} runs, ε = {account.epsilon_spent:.4f} of {account.epsilon:g} at δ = {account.delta:g} (Rényi order {account.order:g})"
-    )
+    """Print what an account has paid for.
+
+    And what is left.
+    """
+    values = account_values(read_account(path))
+    print(json.dumps(values)) if json_ else print_account(values, Console())

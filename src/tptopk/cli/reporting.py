@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from tptopk.cli.options import AsJson, app
+from tptopk.privacy.plan import PrivacyWarning
 from tptopk.report.claim import standing
 from tptopk.report.page import write_page
 
@@ -22,9 +24,13 @@ def report(
     title: Annotated[str | None, typer.Option(help="the page's heading", show_default=False)] = None,
     json_: AsJson = False,
 ) -> None:
-    """Write one self-contained page about runs: their claims and checks, curves, supports, advice, audit and statement."""
-    with Console(stderr=True).status("checking the runs and adding up what they spent"):
-        sheets, size = write_page(runs, output, title=title)
+    """Write one page about runs.
+
+    It is self-contained: claims and checks, curves, supports, advice, audit and statement.
+    """
+    with Console(stderr=True).status("checking the runs") as status, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "delta = ", PrivacyWarning)  # said below, once for each run
+        sheets, size = write_page(runs, output, title=title, on_run=status.update)
     if json_:
         found = [
             {

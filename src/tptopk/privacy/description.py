@@ -14,8 +14,8 @@ from typing import Any
 
 from tptopk.privacy.refusal import Refusal
 
-WORDS = ("run", "data", "schema", "model")  # what a description may hold
-MOST = 200  # characters of a name
+WORDS = ("run", "data", "schema", "columns", "model")  # what a description may hold
+MOST = 1000  # characters of a name
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ")
 
 
@@ -24,12 +24,15 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def describe(folder: object, model: object, config: Mapping[str, Any]) -> dict[str, str]:
-    """Names alone, from public settings: of a file its name, not where it lies."""
+def describe(
+    folder: object, model: object, config: Mapping[str, Any], schema: Mapping[str, Any] | None = None
+) -> dict[str, str]:
+    """Names, and the bounds that were declared of columns, from public settings: of a file its name, not where it lies."""
     found = {
         "run": "" if folder is None else PurePath(str(folder)).name,
         "data": _file_name(config.get("data")),
         "schema": _file_name(config.get("schema")),
+        "columns": _columns(schema or {}),
         "model": config.get("model") or type(model).__name__,
     }
     return {word: plain(name) for word, name in found.items() if isinstance(name, str) and plain(name)}
@@ -39,10 +42,23 @@ def _file_name(value: object) -> str:
     return PurePath(value).name if isinstance(value, str) else ""
 
 
+def _columns(schema: Mapping[str, Any]) -> str:
+    """What a table's schema declares of its columns: bounds, numbers of categories, the target."""
+    try:
+        found = [f"{name} ({low:g} to {high:g})" for name, (low, high) in schema.get("numeric", {}).items()]
+        found += [f"{name} ({len(known)} categories)" for name, known in schema.get("categories", {}).items()]
+    except (AttributeError, TypeError, ValueError):  # a schema of somebody's own kind, which the run folder keeps
+        return "those that schema.json declares"
+    if found and "target" in schema:
+        found.append(f"target {schema['target']}")
+    return ", ".join(found)
+
+
 def plain(name: str) -> str:
     """A name as one line of text that no Markdown reader takes for anything else."""
     shown = "".join(c if c.isprintable() else " " for c in name)
-    return re.sub(r"[*|`<>\[\]#]", "_", " ".join(shown.split()))[:MOST].strip()
+    line = re.sub(r"[*|`<>\[\]#]", "_", " ".join(shown.split()))
+    return line if len(line) <= MOST else line[: MOST - 1].strip() + "…"
 
 
 def read_time(line: Mapping[str, Any]) -> str | None:

@@ -62,8 +62,8 @@ def filing(plan: Plan, facts: Facts) -> list[tuple[str, str]]:
         ("Protected unit", f"one {plan.unit}"),
         ("Model", told.get("model", "not named")),
     ]
-    if "schema" in told:
-        rows.append(("Columns", f"those that {told['schema']} declares"))
+    if "columns" in told or "schema" in told:
+        rows.append(("Columns", told.get("columns") or f"those that {told['schema']} declares"))
     return rows
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 from tptopk.privacy.accounting import round_up
+from tptopk.privacy.statement import filing
 from tptopk.report.drawings import number, percent
 from tptopk.report.markup import Markup, from_markdown, joined, table, tag
 from tptopk.report.sheet import Sheet
+from tptopk.training.begun import how_to_resume
 from tptopk.training.verify import UNCHECKED
 
 # what each check of training/verify is about, for somebody who does not program
@@ -23,6 +25,7 @@ CHECKS = {
     "files": "Model and support belong to this log",
     "model": "The model on file is the one this run produced",
     "support": "The chosen coordinates on file are this run's",
+    "schema": "The columns and bounds on file are those of this run",
     "warmup": "The record of the warm-up is this run's",
     "model's ledger": "The model itself names this log",
     "run.json": "The stated ε is not below what the log supports",
@@ -37,6 +40,8 @@ def standing(sheet: Sheet) -> tuple[str, str]:
         return "bad", "This model is NOT private"
     if not sheet.verdict.holds:
         return "bad", "The checks of this run FAIL: it supports no privacy claim"
+    if sheet.delta_too_large:
+        return "care", "δ is too large for a promise: at or above 1/N it allows publishing a random record"
     if sheet.seeded:
         return "care", "An experiment, not for release"
     if sheet.status == "crashed":
@@ -49,6 +54,18 @@ def standing(sheet: Sheet) -> tuple[str, str]:
 def pill(sheet: Sheet) -> Markup:
     colour, words = standing(sheet)
     return tag("span", words, class_=f"pill {colour}")
+
+
+def filed(sheet: Sheet) -> Markup:
+    """What the run is filed under."""
+    if sheet.plan is None or sheet.verdict.facts is None:
+        return Markup()
+    rows = filing(sheet.plan, sheet.verdict.facts)
+    return (
+        tag("dl", *(tag("div", tag("dt", what), tag("dd", words)) for what, words in rows), class_="filed")
+        if rows
+        else Markup()
+    )
 
 
 def claim(sheet: Sheet) -> Markup:
@@ -70,7 +87,7 @@ def claim(sheet: Sheet) -> Markup:
         failed = [
             joined(tag("strong", CHECKS.get(what, what)), ": no. ", found)
             for what, ok, found in verdict.checks
-            if not ok
+            if ok is False
         ]
         lines.append(tag("ul", *(tag("li", line) for line in failed)))
         lines.append(Markup("No figure below may be relied on until this is explained."))
@@ -80,10 +97,20 @@ def claim(sheet: Sheet) -> Markup:
                 "The noise came from a fixed seed: whoever knows the seed can subtract it. The figures describe the method, not this model."
             )
         )
+    if sheet.delta_too_large and sheet.plan is not None:
+        lines.append(
+            joined(
+                f"With {sheet.plan.dataset_size:,} {sheet.plan.unit}s, δ = {sheet.plan.delta:g} is no protection by itself; train with a δ well "
+                f"below {1 / sheet.plan.dataset_size:.1g}."
+            )
+        )
     if sheet.status == "crashed" and supported:
         lines.append(Markup("It crashed or is still going on. Until its log is closed the whole plan counts as spent."))
-    count = sum(ok for _, ok, _ in verdict.checks)
-    lines.append(joined(f"{count} of {len(verdict.checks)} checks hold."))
+        lines.append(joined("If it crashed, go on with: ", tag("code", how_to_resume(sheet.path))))
+    count = sum(ok is True for _, ok, _ in verdict.checks)
+    unsettled = sum(ok is None for _, ok, _ in verdict.checks)
+    left = f"; {unsettled} are open until the run is closed" if unsettled else ""
+    lines.append(joined(f"{count} of {len(verdict.checks)} checks hold{left}."))
     sign = {"good": "✓", "care": "!", "bad": "✕"}[colour]
     return tag(
         "div",
@@ -102,9 +129,9 @@ def key_figures(sheet: Sheet) -> Markup:
     tiles: list[tuple[str, str, str]] = []
     test = sheet.test
     if "accuracy" in test:
-        tiles.append((f"{100 * test['accuracy']:.2f}%", "test accuracy", "on records it never saw"))
+        tiles.append((accuracy(test["accuracy"]), "test accuracy", "on records it never saw"))
     for name, value in [(n, v) for n, v in test.items() if n != "accuracy"][:3]:
-        tiles.append((number(value), f"test {name}", "on records it never saw"))
+        tiles.append((_small(value), f"test {name}", "on records it never saw"))
     if not test:
         tiles.append(("–", "test result", "no test set, or the run did not get there"))
     plan = sheet.plan
@@ -123,10 +150,10 @@ def key_figures(sheet: Sheet) -> Markup:
         tiles.append((percent(found.ratio), "trained coordinates", f"{found.size:,} of {found.total:,}"))
     if plan is not None:
         taken = len(sheet.steps.step)
-        tiles.append((f"{taken:,}", "steps", f"of {plan.steps:,} planned"))
+        tiles.append((f"{taken:,}", "steps taken", f"of {plan.steps:,} planned"))
     seconds = sheet.summary.get("seconds")
     if isinstance(seconds, (int, float)) and math.isfinite(seconds):
-        tiles.append((_duration(seconds), "training time", _text(sheet.summary.get("engine"))))
+        tiles.append((_duration(seconds), "training time", _engine(sheet.summary.get("engine"))))
     return tag(
         "dl",
         *(
@@ -137,8 +164,17 @@ def key_figures(sheet: Sheet) -> Markup:
     )
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+def accuracy(share: float) -> str:
+    return "100%" if share == 1 else f"{100 * share:.2f}%"
+
+
+def _small(value: float) -> str:
+    """A loss of 1.7e-07 says no more than this."""
+    return "< 0.001" if 0 < value < 1e-3 else number(value)
+
+
+def _engine(value: object) -> str:
+    return f"engine: {value}" if isinstance(value, str) else ""
 
 
 def _power(value: float) -> str:
@@ -245,10 +281,15 @@ def _text_or_number(value: object) -> str:
     return f"{value:.0%}" if isinstance(value, float) else "an unknown part"
 
 
+def _outcome(ok: bool | None) -> Markup:
+    if ok is None:
+        return tag("span", "○ open", class_="open")
+    return tag("span", "✓ holds" if ok else "✕ FAILS", class_="holds" if ok else "fails")
+
+
 def checks(sheet: Sheet) -> Markup:
     rows: list[list[object]] = [
-        [CHECKS.get(what, what), tag("span", "✓ holds" if ok else "✕ FAILS", class_="holds" if ok else "fails"), words]
-        for what, ok, words in sheet.verdict.checks
+        [CHECKS.get(what, what), _outcome(ok), words] for what, ok, words in sheet.verdict.checks
     ]
     return tag(
         "details",

@@ -304,13 +304,28 @@ def density_map(mask: NDArray[np.bool_], cells: int, label: str) -> Markup:
 # ---- Several runs ------------------------------------------------------------------------------------------------------
 
 
+def _lines(words: str, most: int = 44) -> list[str]:
+    """Words broken at commas, so that each line fits a phone."""
+    lines = [""]
+    for part in words.split(", "):
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > most:
+            lines[-1] += ","
+            lines.append(part)
+        else:
+            lines[-1] += (", " if lines[-1] else "") + part
+    return lines
+
+
 def error_bars(rows: Sequence[tuple[str, Sequence[float], float, float | None]], x_label: str) -> Markup:
     """One line a group: every run a dot, the mean a diamond, one standard deviation to either side a bar."""
     values = [v for _, of, mean, std in rows for v in (*of, mean - (std or 0), mean + (std or 0))]
     spare = 0.08 * (max(values) - min(values)) or 1.0
     ticks = _ticks(min(values) - spare, max(values) + spare)
-    low, high, line = ticks[0], ticks[-1], 44
-    height = line * len(rows) + 52
+    if "%" in x_label:  # which no run is above, though a bar may reach there
+        ticks = [tick for tick in ticks if tick <= 100]
+    low, high = ticks[0], ticks[-1]
+    names = [_lines(name) for name, *_ in rows]
+    height = sum(26 + 18 * len(name) for name in names) + 52
 
     def across(x: float) -> float:
         return _short(12 + (x - low) / (high - low) * (WIDTH - 24))
@@ -319,11 +334,14 @@ def error_bars(rows: Sequence[tuple[str, Sequence[float], float, float | None]],
     for tick in ticks:
         parts.append(tag("line", x1=across(tick), x2=across(tick), y1=6, y2=height - 42, class_="grid"))
         parts.append(tag("text", number(tick), x=across(tick), y=height - 26, class_="tick", text_anchor="middle"))
-    for place, (name, of, mean, std) in enumerate(rows):
-        y = 34 + place * line
-        parts.append(tag("text", name, x=12, y=y - 14, class_="name"))
+    y = -10
+    for name, (_, of, mean, std) in zip(names, rows, strict=True):
+        y += 26 + 18 * len(name)
+        for place, words in enumerate(reversed(name)):
+            parts.append(tag("text", words, x=12, y=y - 14 - 18 * place, class_="name"))
         if std is not None:
-            parts.append(tag("line", x1=across(mean - std), x2=across(mean + std), y1=y, y2=y, class_="bar"))
+            ends = across(mean - std), across(min(high, mean + std))
+            parts.append(tag("line", x1=ends[0], x2=ends[1], y1=y, y2=y, class_="bar"))
         parts += [tag("circle", cx=across(v), cy=y, r=3.5, class_="dot dot-c") for v in of]
         x = across(mean)
         parts.append(tag("path", d=f"M{x - 6} {y}L{x} {y - 6}L{x + 6} {y}L{x} {y + 6}Z", class_="mean"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from itertools import zip_longest
 from typing import Any
 
 _EMPTY = {"br", "rect", "path", "line", "circle", "polyline", "polygon", "col"}
@@ -41,9 +42,17 @@ def tag(name: str, *children: object, **attributes: object) -> Markup:
 
 
 def table(head: list[str], rows: list[list[object]], caption: str | None = None) -> Markup:
-    """A table that scrolls sideways by itself where it is too wide."""
+    """A table that scrolls sideways by itself where it is too wide, and on a phone shows each row as a card."""
     top = tag("tr", *(tag("th", cell, scope="col") for cell in head))
-    body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows if row]
+    body = [
+        tag(
+            "tr",
+            tag("th", row[0], scope="row"),
+            *(tag("td", cell, data_label=label) for label, cell in zip_longest(head[1 : len(row)], row[1:])),
+        )
+        for row in rows
+        if row
+    ]
     inside = tag("table", tag("caption", caption) if caption else None, tag("thead", top), tag("tbody", *body))
     return tag("div", inside, class_="scroll", tabindex="0", role="region", aria_label=caption or ", ".join(head))
 

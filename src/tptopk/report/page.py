@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import mean, stdev
@@ -18,6 +18,7 @@ from typing import Any
 
 from tptopk import __version__
 from tptopk.privacy.accounting import round_up
+from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.report.claim import pill
 from tptopk.report.drawings import error_bars, percent
@@ -39,7 +40,13 @@ WORDS = {
 }
 
 
-def write_page(paths: Sequence[str | Path], output: str | Path, *, title: str | None = None) -> tuple[list[Sheet], int]:
+def write_page(
+    paths: Sequence[str | Path],
+    output: str | Path,
+    *,
+    title: str | None = None,
+    on_run: Callable[[str], object] = lambda name: None,
+) -> tuple[list[Sheet], int]:
     """Read run folders and write their page; returns what was read, and the page's size in bytes."""
     target = Path(output)
     if target.suffix.lower() not in (".html", ".htm"):
@@ -50,7 +57,10 @@ def write_page(paths: Sequence[str | Path], output: str | Path, *, title: str | 
     twice = [path for place, path in zip(places, paths, strict=True) if places.count(place) > 1]
     if twice:
         raise Refusal(f"{twice[0]} is given twice; each run counts once")
-    sheets = [read_sheet(path) for path in paths]
+    sheets = []
+    for place, path in enumerate(paths, 1):
+        on_run(f"checking {path}, run {place} of {len(paths)}")
+        sheets.append(read_sheet(path))
     content = page(sheets, title=title).encode()
     try:
         target.write_bytes(content)
@@ -109,22 +119,9 @@ def compared(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
     groups: dict[tuple[object, ...], list[Sheet]] = {}
     for sheet in sheets:
         plan = sheet.plan
-        key = (
-            ("unreadable", sheet.name)
-            if plan is None
-            else (
-                plan.method,
-                plan.target_epsilon,
-                plan.delta,
-                plan.active_ratio,
-                plan.steps,
-                str(sheet.config.get("score")),
-                str(sheet.config.get("data")),
-                str(sheet.config.get("model")),
-            )
-        )
+        key = ("unreadable", sheet.name) if plan is None else (plan.method, *_told_apart(sheet, plan).items())
         groups.setdefault(key, []).append(sheet)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for of in groups.values():
         plan = of[0].plan
         accuracies = [100 * sheet.test["accuracy"] for sheet in of if "accuracy" in sheet.test]
@@ -132,6 +129,8 @@ def compared(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "method": plan.method if plan else of[0].name,
+                "names": [sheet.name for sheet in of],
+                "differs": _told_apart(of[0], plan) if plan else {},
                 "runs": len(of),
                 "accuracies": accuracies,
                 "mean": mean(accuracies) if accuracies else None,
@@ -143,25 +142,57 @@ def compared(sheets: Sequence[Sheet]) -> list[dict[str, Any]]:
                 "seeded": any(sheet.seeded for sheet in of),
             }
         )
+    for row in rows:
+        row["label"] = _label(row, rows)
     return rows
+
+
+def _told_apart(sheet: Sheet, plan: Plan) -> dict[str, str]:
+    """What may differ between runs of one method, in the words of a label."""
+    epsilon = "no target ε" if plan.target_epsilon is None else f"ε = {plan.target_epsilon:g}"
+    return {
+        "data": sheet.told.get("data", "data not named"),
+        "size": f"N = {plan.dataset_size:,} {plan.unit}s",
+        "model": sheet.told.get("model", "model not named").removeprefix("tptopk.models."),
+        "epsilon": epsilon,
+        "delta": f"δ = {plan.delta:g}",
+        "ratio": f"{percent(plan.active_ratio)} trained",
+        "steps": f"{plan.steps:,} steps",
+        "score": f"{sheet.config.get('score', 'unknown')} score",
+    }
+
+
+def _label(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """The method, and in what the row differs from others of its method; the data wherever any other row has other data."""
+    like = [other["differs"] for other in rows if other["method"] == row["method"]]
+    words = [
+        value
+        for what, value in row["differs"].items()
+        if any(other.get(what) != value for other in (like if what != "data" else [r["differs"] for r in rows]))
+    ]
+    return f"{row['method']} ({', '.join(words)})" if words else str(row["method"])
+
+
+def _named(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _compared(sheets: Sequence[Sheet]) -> Markup:
     rows = compared(sheets)
-    names = [row["method"] for row in rows]
-    for place, row in enumerate(rows):  # one method with several plans: told apart by what differs
-        if names.count(row["method"]) > 1:
-            row["label"] = (
-                f"{row['method']} (ε {round_up(row['epsilon'], 2)}, {percent(row['ratio']) if row['ratio'] else '?'} trained)"
-            )
-        else:
-            row["label"] = names[place]
     failing = [sheet.name for sheet in sheets if sheet.private and not sheet.verdict.holds]
     seeded = sum(sheet.seeded for sheet in sheets)
     open_ = [sheet for sheet in sheets if not sheet.private]
     lines = []
     if failing:
         lines.append(f"The checks FAIL for {', '.join(failing)}: nothing may be claimed for them.")
+    loose = [sheet.name for sheet in sheets if sheet.delta_too_large]
+    unfinished = [
+        sheet.name for sheet in sheets if sheet.status != "finished" and sheet.private and sheet.verdict.holds
+    ]
+    if loose:
+        lines.append(f"δ is at or above 1/N, too large for a promise: {', '.join(loose)}.")
+    if unfinished:
+        lines.append(f"Not finished: {', '.join(unfinished)}.")
     if open_:
         lines.append(f"Not private, for comparison only: {', '.join(sheet.name for sheet in open_)}.")
     if seeded:
@@ -169,7 +200,11 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
     lines.append(
         "The claim of each run counts that run alone: if several of them used the same data, what they spent adds up."
     )
-    colour = "bad" if failing else "care" if open_ or seeded else "good"
+    if len({row["differs"].get("data") for row in rows}) > 1:
+        lines.append(
+            "The runs were trained on different data: their accuracies say nothing about which method is better."
+        )
+    colour = "bad" if failing else "care" if open_ or seeded or loose or unfinished else "good"
     lead = "Some runs fail their checks" if failing else "The checks of all private runs hold"
     sign = {"good": "✓", "care": "!", "bad": "✕"}[colour]
     claim = tag(
@@ -182,6 +217,7 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
         [
             row["label"],
             row["runs"],
+            _named(row["names"]),
             "–"
             if row["mean"] is None
             else f"{row['mean']:.2f}" + (f" ± {row['std']:.2f}" if row["std"] is not None else ""),
@@ -195,7 +231,7 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
         ]
         for row in rows
     ]
-    head = ["method", "runs", "test accuracy, %", "ε", "coordinates trained", "checks"]
+    head = ["method, and what differs", "runs", "folders", "test accuracy, %", "ε", "coordinates trained", "checks"]
     bars = [(row["label"], row["accuracies"], row["mean"], row["std"]) for row in rows if row["mean"] is not None]
     drawing = (
         tag(

@@ -168,7 +168,7 @@ def audit_figure(results: Sequence[Any], path: str | Path, title: str) -> None:
         right.set_xlim(0, 1.3 * max(audit.claimed, *audit.bounds.values()))
         right.set_ylim(len(audit.bounds) - 0.5, -0.5)
         right.set_title(
-            f"{'BROKEN' if broken else 'consistent'}: ε = {audit.claimed:.3g} is claimed, δ = {audit.delta:g}",
+            f"{'BROKEN' if broken else 'consistent'}: at least {max(audit.sure.values()):.3g}, claimed {audit.claimed:.3g}, δ = {audit.delta:g}",
             fontsize=9,
             color=OPEN if broken else INK,
             loc="left",
@@ -176,7 +176,7 @@ def audit_figure(results: Sequence[Any], path: str | Path, title: str) -> None:
         for axes in (left, right):
             _plain(axes, "x")
     panels[-1][0].set_xlabel("score; dashed: where a guess begins", fontsize=9)
-    panels[-1][1].set_xlabel("ε is at least (dark: by the verdict); line: claimed", fontsize=9)
+    panels[-1][1].set_xlabel("ε is at least; dark: what the verdict rests on; line: claimed", fontsize=9)
     panels[0][0].legend(fontsize=8, edgecolor="none")
     figure.suptitle(title, fontsize=11, color=INK)
     _save(figure, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tptopk.report.claim import audited, checks, claim, key_figures, meaning, statement
+from tptopk.report.claim import accuracy, audited, checks, claim, filed, key_figures, meaning, statement
 from tptopk.report.drawings import Curve, Mark, chart, density_map, percent, thinned
 from tptopk.report.markup import Markup, joined, table, tag
 from tptopk.report.sheet import Sheet
@@ -18,6 +18,7 @@ LAYERS = 60  # shown one by one
 
 def run_sections(sheet: Sheet, detail: float) -> Markup:
     return joined(
+        filed(sheet),
         claim(sheet),
         key_figures(sheet),
         _section("What the promise means", meaning(sheet)),
@@ -61,7 +62,15 @@ def _plan(sheet: Sheet) -> Markup:
         noise = f"{phase.noise_multiplier:.4g}" if plan.spec.private else "none"
         clip = f"{phase.clip_norm:g}" if math.isfinite(phase.clip_norm) else "none"
         rows.append(
-            [name, f"{phase.steps:,}", f"{spent:,}", what, noise, clip, f"{plan.expected_batch_size(phase):,.0f}"]
+            [
+                name,
+                f"{phase.steps:,}",
+                _counted(sheet, place, spent),
+                what,
+                noise,
+                clip,
+                f"{plan.expected_batch_size(phase):,.0f}",
+            ]
         )
     for query in plan.queries:
         rows.append(
@@ -78,7 +87,7 @@ def _plan(sheet: Sheet) -> Markup:
     head = [
         "phase",
         "steps planned",
-        "charged",
+        "counted as spent",
         "what is trained",
         "noise σ",
         "clip norm C",
@@ -94,6 +103,13 @@ def _plan(sheet: Sheet) -> Markup:
         tag("div", *bars, class_="phases"),
         table(head, rows, "Phases of the plan"),
     )
+
+
+def _counted(sheet: Sheet, phase: int, counted: int) -> str:
+    """Steps that count; of an open run also how many of them its log has so far."""
+    if sheet.status == "crashed" and sheet.record is not None and sheet.record.charged[phase] != counted:
+        return f"{counted:,} ({sheet.record.charged[phase]:,} so far)"
+    return f"{counted:,}"
 
 
 def _over_steps(sheet: Sheet, detail: float) -> Markup:
@@ -156,7 +172,7 @@ def _over_steps(sheet: Sheet, detail: float) -> Markup:
         notes.append(tag("p", f"{steps.damaged:,} lines of metrics.jsonl are damaged and left out.", class_="absent"))
     if "spent" in sheet.missing:
         notes.append(tag("p", f"Privacy over the steps cannot be drawn: {sheet.missing['spent']}.", class_="absent"))
-    score = f"{100 * sheet.test['accuracy']:.2f}%" if "accuracy" in sheet.test else None
+    score = accuracy(sheet.test["accuracy"]) if "accuracy" in sheet.test else None
     drawn.append(
         tag(
             "div",

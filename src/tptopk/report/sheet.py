@@ -15,7 +15,7 @@ from tptopk.privacy import accounting
 from tptopk.privacy.ledger import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
-from tptopk.privacy.statement import statement
+from tptopk.privacy.statement import delta_too_large, statement
 from tptopk.supports.advice import Advice, Candidate, advise
 from tptopk.supports.scores import SCORES
 from tptopk.supports.support import Support
@@ -55,6 +55,7 @@ class Sheet:
     audit: dict[str, Any] | None
     statement: str | None
     missing: dict[str, str] = field(default_factory=dict)  # what → why it is not shown
+    path: Path = Path()
 
     @property
     def plan(self) -> Plan | None:
@@ -79,6 +80,16 @@ class Sheet:
         found = self.summary.get("test")
         items = found.items() if isinstance(found, dict) else ()
         return {str(name): float(value) for name, value in items if _is_number(value)}
+
+    @property
+    def delta_too_large(self) -> bool:
+        return self.plan is not None and delta_too_large(self.plan)
+
+    @property
+    def told(self) -> dict[str, str]:
+        """Names of the run's data and model, as far as its ledger or its settings have them."""
+        found = {word: str(self.config[word]) for word in ("data", "model") if self.config.get(word)}
+        return {**found, **(self.record.described if self.record else {})}
 
     @property
     def config(self) -> dict[str, Any]:
@@ -121,7 +132,7 @@ def read_sheet(path: str | Path) -> Sheet:
     advice, kept, chosen = curve or (None, [], None)
     name = folder.resolve().name
     return Sheet(
-        name, verdict, summary, record, steps, spent or [], support, advice, kept, chosen, audit, words, missing
+        name, verdict, summary, record, steps, spent or [], support, advice, kept, chosen, audit, words, missing, folder
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, stdev
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tptopk.privacy import accounting
+from tptopk.privacy.account import Account
 from tptopk.privacy.accounting import ACCOUNTANTS, round_up
 from tptopk.privacy.plan import Plan
 from tptopk.supports.advice import Advice
@@ -23,9 +25,10 @@ from tptopk.training.verify import Verdict
 
 
 class TrainingProgress:
-    """A bar with ε spent so far and the time left; silent when standard error is not a terminal.
+    """`fit`'s `on_step`: a bar with ε spent so far and the time left; silent when standard error is not a terminal.
 
-    ε so far is worked out from the plan's numbers alone, at most as often as costs a twentieth of the time.
+    ε so far is worked out from the plan's numbers alone, at most as often as costs a twentieth of the time; the last one shown is
+    the run's own.
     """
 
     def __init__(self, plan: Plan, label: str) -> None:
@@ -42,7 +45,6 @@ class TrainingProgress:
         )
         self._task = self._bar.add_task(label, total=plan.steps, spent="")
         self._next_look = 0.0
-        self._charged = [0] * len(plan.phases)
 
     def __enter__(self) -> TrainingProgress:
         self._bar.start()
@@ -53,18 +55,28 @@ class TrainingProgress:
     ) -> None:
         self._bar.stop()
 
-    def __call__(self, record: StepRecord) -> None:
-        self._charged[record.phase] += 1
+    def step(self, record: StepRecord) -> None:
         if not self._console.is_terminal:
             return
         spent: dict[str, Any] = {}
         if self._plan.spec.private and time.monotonic() >= self._next_look:
             started = time.monotonic()
-            segments = [q.segment for q in self._plan.queries]
-            segments += [p.segment._replace(steps=n) for p, n in zip(self._plan.phases, self._charged, strict=True)]
-            spent = {"spent": "ε " + round_up(accounting.epsilon(segments, self._plan.delta, self._plan.accountant), 2)}
+            value = accounting.epsilon(self._first(record.step), self._plan.delta, self._plan.accountant)
+            spent = {"spent": f"ε {round_up(value, 2)} so far"}
             self._next_look = time.monotonic() + max(0.5, 20 * (time.monotonic() - started))
-        self._bar.update(self._task, advance=1, **spent)
+        self._bar.update(self._task, completed=record.step, **spent)
+
+    def end(self, run: Run) -> None:
+        if self._plan.spec.private:
+            self._bar.update(self._task, spent=f"ε {round_up(run.epsilon)}")
+
+    def _first(self, steps: int) -> list[accounting.Segment]:
+        """The plan's queries and its first so many steps."""
+        segments = [query.segment for query in self._plan.queries]
+        for phase in self._plan.phases:
+            segments.append(phase.segment._replace(steps=min(phase.steps, steps)))
+            steps -= segments[-1].steps
+        return segments
 
 
 def print_run(run: Run, console: Console) -> None:
@@ -77,9 +89,11 @@ def print_run(run: Run, console: Console) -> None:
     if run.plan.spec.private:
         table.add_row("ε", f"{round_up(run.epsilon)} ({run.plan.accountant})")
         table.add_row("δ", f"{run.plan.delta:g}")
-        for number, phase in enumerate(run.plan.phases, 1):
+        taken = run.facts.taken_steps or [phase.steps for phase in run.plan.phases]
+        for number, (phase, steps) in enumerate(zip(run.plan.phases, taken, strict=True), 1):
             sign = "σ" if len(run.plan.phases) == 1 else "σ" + "₀₁₂₃₄₅₆₇₈₉"[number % 10]
-            table.add_row(sign, f"{phase.noise_multiplier:.4f} ({phase.steps} steps, {phase.name})")
+            count = f"{steps}" if steps == phase.steps else f"{steps} of {phase.steps}"
+            table.add_row(sign, f"{phase.noise_multiplier:.4f} ({count} steps, {phase.name})")
     else:
         table.add_row("privacy", "[bold red]NONE: this model is not private[/]")
     table.add_row("k/d", f"{run.support.size}/{run.support.total} = {run.support.ratio:.3f}")
@@ -90,6 +104,9 @@ def print_run(run: Run, console: Console) -> None:
         table.add_row("folder", str(run.folder))
     console.print(f"[bold]{run.plan.method}[/]: {run.plan.spec.summary}")
     console.print(table)
+    if run.folder:
+        folder = escape(shlex.quote(str(run.folder)))
+        console.print(f"next: tptopk statement {folder}; tptopk report {folder}", soft_wrap=True)
 
 
 def plan_values(plan: Plan, coordinates: int) -> dict[str, Any]:
@@ -120,6 +137,7 @@ def plan_values(plan: Plan, coordinates: int) -> dict[str, Any]:
         "coordinates": coordinates,
         "delta": plan.delta,
         "dataset_size": plan.dataset_size,
+        "unit": plan.unit,
         "accountant": plan.accountant,
         "epsilon": whole,
         "phases": phases,
@@ -128,7 +146,7 @@ def plan_values(plan: Plan, coordinates: int) -> dict[str, Any]:
 
 def print_plan(values: Mapping[str, Any], console: Console) -> None:
     console.print(
-        f"{values['method']}: d = {values['coordinates']:,} coordinates, N = {values['dataset_size']:,} records, δ = {values['delta']:g}"
+        f"{values['method']}: d = {values['coordinates']:,} coordinates, N = {values['dataset_size']:,} {values['unit']}s, δ = {values['delta']:g}"
     )
     table = Table()
     table.add_column("")
@@ -250,10 +268,16 @@ def print_verdict(verdict: Verdict, unchecked: Sequence[str], console: Console) 
     table = Table()
     for column in ("check", "", "found"):
         table.add_column(column)
+    marks = {True: "[green]holds[/]", False: "[red]FAILS[/]", None: "[yellow]open[/]"}
     for what, ok, words in verdict.checks:
-        table.add_row(what, "[green]holds[/]" if ok else "[red]FAILS[/]", escape(words))
+        table.add_row(what, marks[ok], escape(words))
     console.print(table)
-    if verdict.holds:
+    if verdict.holds and any(ok is None for _, ok, _ in verdict.checks):
+        console.print(
+            f"This run is not closed. Its ledger supports a claim of (ε, δ) = ({round_up(verdict.epsilon)}, {verdict.delta:g}) for "
+            "what it has released so far; what is open was not checked."
+        )
+    elif verdict.holds:
         console.print(f"This folder supports a claim of (ε, δ) = ({round_up(verdict.epsilon)}, {verdict.delta:g}).")
     else:
         console.print("[red]This folder supports no claim.[/]")
@@ -262,30 +286,80 @@ def print_verdict(verdict: Verdict, unchecked: Sequence[str], console: Console) 
         console.print(f"- {item}")
 
 
-def print_audits(found: Sequence[Any], console: Console) -> None:
-    """`found` are the audits of `tptopk.experiments.audit`."""
-    for result in found:
-        bounds = ", ".join(f"{bound:.3f} by {method}" for method, bound in result.bounds.items())
+def account_values(account: Account) -> dict[str, Any]:
+    """What an account has paid for, in plain values."""
+    runs = [
+        {"name": run["name"], "cost": run["cost"], "epsilon_alone": plan.epsilon(), "delta": plan.delta}
+        for run, plan in ((run, Plan.from_dict(run["plan"])) for run in account.runs)
+    ]
+    return {
+        "epsilon": account.epsilon,
+        "delta": account.delta,
+        "order": account.order,
+        "epsilon_spent": account.epsilon_spent,
+        "room": account.room,
+        "runs": runs,
+    }
+
+
+def print_account(values: Mapping[str, Any], console: Console) -> None:
+    """The runs, what they cost together, and why that is not the sum of their own ε."""
+    table = Table()
+    for column in ("run", "ε of its own", "at δ", "Rényi cost"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for run in values["runs"]:
+        name = escape(run["name"] or "(no folder)")
+        table.add_row(name, round_up(run["epsilon_alone"]), f"{run['delta']:g}", round_up(run["cost"]))
+    console.print(table)
+    spent, count = values["epsilon_spent"], len(values["runs"])
+    console.print(
+        f"{count} run{'' if count == 1 else 's'}: together ε = {round_up(spent)} of {values['epsilon']:g} at δ = {values['delta']:g}. "
+        f"Another run fits if its Rényi cost is at most {max(0.0, values['room']):.4f}."
+    )
+    if count:
+        once = spent - sum(run["cost"] for run in values["runs"])
         console.print(
-            f"[bold]{escape(result.name)}[/]: ε = {result.claimed:.3f} is claimed; by attack it is at least {bounds}"
+            f"What adds up are Rényi costs, at order {values['order']:g}; turning their sum into (ε, δ) adds {once:.4f}, once. So the total is not "
+            "the sum of the runs' own ε, and it is the total that may be claimed for all of them."
         )
+
+
+def print_audits(found: Sequence[Any], console: Console) -> None:
+    """The verdict and the bound it rests on, then the rest. `found` are the audits of `tptopk.experiments.audit`."""
+    for result in found:
+        method, bound = max(result.sure.items(), key=lambda item: item[1])
+        verdict = "consistent" if result.verdict == "consistent" else "BROKEN"
         console.print(
-            f"  {result.observations:,} observations; each bound is wrong {result.error_rate:g} of the time at most\n"
-            f"  verdict (wrong {result.verdict_rate:g} of the time at most): {escape(result.verdict)}"
+            f"[bold]{verdict}: {escape(result.name)}[/]: by attack ε is at least {bound:.3f} ({method}; wrong {result.verdict_rate:g} of the "
+            f"time at most), and {result.claimed:.3f} is claimed"
+        )
+        if result.verdict_rate != result.error_rate:
+            bounds = ", ".join(f"{value:.3f} by {name}" for name, value in result.bounds.items())
+            above = any(value > result.claimed for value in result.bounds.values())
+            chance = (
+                "; now and then one of these is above the claim by chance, and they decide nothing" if above else ""
+            )
+            console.print(f"  wrong {result.error_rate:g} of the time at most: at least {bounds}{chance}")
+        console.print(
+            f"  {result.observations:,} observations counted, with and without the record; others chose what to look at"
         )
 
 
 def print_advice(advice: Advice, console: Console) -> None:
-    """Signal kept and noise saved from ρ = 1 down, how reliable the rankings are, and the recommendation."""
-    console.print(
-        f"d = {advice.coordinates:,} coordinates; warm-up of {advice.warmup_steps} steps; {advice.steps} steps to follow; "
-        f"intervals hold at {advice.level:.0%}"
-    )
+    """The verdict and what to do; why; then signal kept and noise saved from ρ = 1 down, and how reliable the rankings are."""
+    console.print(f"[bold]Verdict: {advice.verdict}.[/] {_action(advice)}")
+    for reason in advice.reasons:
+        console.print(f"- {reason}")
     scores = list(advice.misranking)
     table = Table(
-        caption="noise saved, and signal kept by each ranking, in %; progress × dense training, worst to best"
+        title=f"d = {advice.coordinates:,} coordinates; warm-up of {advice.warmup_steps} steps; {advice.steps} steps to follow; "
+        f"ranges hold at {advice.level:.0%}",
+        caption="In %: noise saved by training a share ρ of the coordinates, and signal kept if they are ranked by each score or drawn at "
+        "random. Progress: times that of training all of them, worst to best.",
+        title_justify="left",
+        caption_justify="left",
     )
-    for column in ("ρ", "k", "noise saved", *scores, "random", "progress"):
+    for column in ("ρ", "k", "noise saved", *(f"kept, {score}" for score in scores), "kept, random", "progress"):
         table.add_column(column, justify="right")
     for rows in zip(*([c for c in advice.candidates if c.score == score] for score in scores), strict=True):
         best = max(rows, key=lambda c: c.gain.estimate)
@@ -304,17 +378,32 @@ def print_advice(advice: Advice, console: Console) -> None:
             f"misranking, {score}: a coordinate drawn by its signal is ranked below one drawn at random with probability "
             f"{wrong.estimate:.2f} ({wrong.low:.2f} to {wrong.high:.2f}; 0.5 is a coin)"
         )
+    low, high = advice.step_energy
     console.print(
-        f"energy of a step's gradient: between {advice.step_energy[0]:.2g} and {advice.step_energy[1]:.2g}, with the at most "
-        f"{advice.sampling_energy:.2g} that sampling adds taken off; of their mean: {advice.signal.estimate:.2g}\n"
+        f"energy of a step's gradient: {_between(low, high)}, with the at most {advice.sampling_energy:.2g} that sampling adds taken off; "
+        f"of their mean: {max(0.0, advice.signal.estimate):.2g}"
     )
-    verdict = advice.verdict
+
+
+def _action(advice: Advice) -> str:
+    """What to type."""
     if advice.active_ratio is not None and advice.learning_rate is not None:
         low, high = advice.learning_rate
-        verdict += f" to ρ = {advice.active_ratio:.3g} by the {advice.score} score, with the learning rate times {low:.2g} to {high:.2g}"
-    console.print(f"[bold]{verdict}[/]")
-    for reason in advice.reasons:
-        console.print(f"- {reason}")
+        return (
+            f"Use --method tp-topk --active-ratio {advice.active_ratio:.3g} --score {advice.score}, and a --learning-rate {low:.2g} to "
+            f"{high:.2g} times that of dense training."
+        )
+    if advice.verdict == "stay dense":
+        return "Use --method dp-sgd."
+    return (
+        "Use --method dp-sgd unless speed, memory or communication matter. To learn more, give the warm-up more steps (--warmup) or more of "
+        "the budget (--warmup-budget) in another run, which is paid for too."
+    )
+
+
+def _between(low: float, high: float) -> str:
+    """Estimates of an energy may come out below 0, which no energy is."""
+    return f"between {max(0.0, low):.2g} and {high:.2g}" if high > 0 else "none could be told from noise"
 
 
 def _percent(share: float) -> str:

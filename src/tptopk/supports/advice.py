@@ -357,7 +357,7 @@ def _verdict(
             [
                 f"The warm-up's mean gradient has an energy of {signal.estimate:.2g}, between {signal.low:.2g} and "
                 f"{signal.high:.2g}: no signal can be told from noise, so no ranking can be judged.",
-                "A longer warm-up, or one with a larger share of the budget, would tell more.",
+                "A longer warm-up, or one with a larger share of the budget, would tell more; it is paid for like any run.",
             ],
         )
     reasons = [
@@ -394,8 +394,9 @@ def _verdict(
         f"{best.gain.high:.2f}, depending on the truth within the intervals and on how far noise averages out."
     )
     if best.outside < (1 - best.active_ratio) / 2:
+        share = f"No more than {best.outside:.0%}" if best.outside >= 0.005 else "Nothing"
         reasons.append(
-            f"No more than {best.outside:.0%} of the records' own gradients could be shown to lie outside it: the loss may be flat there, "
+            f"{share} of the records' own gradients could be shown to lie outside it: the loss may be flat there, "
             "and then the noise of those coordinates costs nothing."
         )
     reasons.append("Unless speed, memory or communication matter, dense training is the safer choice.")

@@ -11,13 +11,14 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from tptopk.privacy import accounting, second_opinion
-from tptopk.privacy.accounting import Segment
+from tptopk.privacy.accounting import Segment, round_up
 from tptopk.privacy.ledger import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, charged_segments, facts_of, statement
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
+from tptopk.training.begun import how_to_resume
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
@@ -33,21 +34,23 @@ UNCHECKED = (
 class Verdict:
     """Each check with its outcome, and the ε that the ledger supports."""
 
-    checks: list[tuple[str, bool, str]] = field(default_factory=list)  # what, whether it holds, in words
+    # what, whether it holds (None: open, it could not be checked), in words
+    checks: list[tuple[str, bool | None, str]] = field(default_factory=list)
     epsilons: dict[str, float] = field(default_factory=dict)  # by accountant
     delta: float = math.nan
     facts: Facts | None = None
 
     @property
     def holds(self) -> bool:
-        return all(ok for _, ok, _ in self.checks)
+        """Whether nothing that was checked fails; what is open is charged in full."""
+        return bool(self.checks) and all(ok is not False for _, ok, _ in self.checks)
 
     @property
     def epsilon(self) -> float:
         """What may be claimed where everything holds: the plan's accountant's figure, which the others confirm."""
         return next(iter(self.epsilons.values()), math.inf)
 
-    def add(self, what: str, ok: bool, words: str) -> None:
+    def add(self, what: str, ok: bool | None, words: str) -> None:
         self.checks.append((what, ok, words))
 
 
@@ -82,8 +85,9 @@ def _facts(record: LedgerRecord, folder: Path, verdict: Verdict) -> Facts:
         return facts
     verdict.add(
         "end",
-        True,
-        "the run did not close its ledger: it crashed, or is still going on; the larger of ledger, checkpoint and plan is charged",
+        None,
+        "the run did not close its ledger: it crashed, or is still going on; the larger of ledger, checkpoint and plan is charged; if it "
+        f"crashed, go on with: {how_to_resume(folder)}",
     )
     try:
         found = load_checkpoint(folder)
@@ -140,17 +144,19 @@ def _recompute(plan: Plan, facts: Facts, verdict: Verdict) -> None:
         return
     segments = charged_segments(plan, facts)
     verdict.epsilons[f"{plan.accountant}, dp-accounting"] = accounting.epsilon(segments, plan.delta, plan.accountant)
-    verdict.epsilons["our own"] = second_opinion.epsilon(segments, plan.delta)
+    verdict.epsilons["our own, pld"] = second_opinion.epsilon(segments, plan.delta)
     prv = _opacus_prv(segments, plan.delta)
     if prv is not None:
         verdict.epsilons["prv, Opacus"] = prv
     claimed = verdict.epsilons[f"{plan.accountant}, dp-accounting"]
     worst = max(verdict.epsilons, key=lambda name: verdict.epsilons[name])
     ok = verdict.epsilons[worst] <= claimed * (1 + AGREEMENT) + 0.01
-    verdict.add("accounting", ok, ", ".join(f"ε = {value:.4f} ({name})" for name, value in verdict.epsilons.items()))
+    words = ", ".join(f"ε = {round_up(value)} ({name})" for name, value in verdict.epsilons.items())
+    tighter = "" if plan.accountant == "pld" else "; all are upper bounds, and pld is the tighter calculation"
+    verdict.add("accounting", ok, words + tighter)
     budget = plan.target_epsilon
     if budget is not None:
-        words = f"ε = {claimed:.4f} of a budget of {budget:g}"
+        words = f"ε = {round_up(claimed)} of a budget of {budget:g}"
         verdict.add("budget", claimed <= budget * (1 + 1e-9), words)
 
 
@@ -183,7 +189,7 @@ def _check_plan(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
 
 def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
     if record.end is None:
-        verdict.add("files", True, "no closing line names the model and the support; they were not checked")
+        verdict.add("files", None, "no closing line names the model and the support: not checked")
         return
     files = record.end.get("files")
     optional = [WARMUP] if isinstance(files, dict) and WARMUP in files else []
@@ -211,7 +217,7 @@ def _check_statement(record: LedgerRecord, folder: Path, facts: Facts, verdict: 
     stated = described.get("epsilon")
     if record.plan.spec.private:
         ok = isinstance(stated, (int, float)) and facts.epsilon is not None and stated >= facts.epsilon * (1 - 1e-6)
-        words = f"run.json states ε = {stated}"
+        words = f"run.json states ε = {round_up(stated) if isinstance(stated, float) and ok else stated}"
         verdict.add("run.json", ok, words if ok else f"{words}, and the ledger supports ε = {facts.epsilon}")
     try:
         written = (folder / "statement.md").read_text(encoding="utf-8")
