@@ -9,15 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from tests.data.made import make_image, make_medmnist
-from tptopk.cli import main
 from tptopk.privacy.plan import Plan
 from tptopk.training.run import load
 from tptopk.training.trainer import fit
@@ -29,35 +26,15 @@ from torch import nn
 def build():
     return nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
 
+def other():
+    return nn.Sequential(nn.Flatten(), nn.Linear(13, 3))
+
 def broken():
     return 3
 
 def needy(width):
     return nn.Linear(width, 3)
 """
-
-
-class Done(NamedTuple):
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def tptopk(monkeypatch, capsys):
-    """Run the command line in this process, which is ten times faster than a new one."""
-
-    def run(*words: str, cwd, check: bool = True) -> Done:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setattr(sys, "argv", ["tptopk", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
-            main()
-        done = Done(ended.value.code or 0, *capsys.readouterr())
-        assert not check or done.returncode == 0, done.stderr
-        return done
-
-    return run
 
 
 @pytest.fixture
@@ -128,11 +105,13 @@ def test_own_data_and_model(tptopk, own):
         "1e-3",
     ]
     tptopk("train", *QUICK, *words, "--out", "run", cwd=own)
-    refused = tptopk("predict", "run", "--data", "mine.npz", cwd=own, check=False)
-    assert refused.returncode == 2 and "--model" in refused.stderr
-    assert (
-        len(tptopk("predict", "run", "--data", "mine.npz", "--model", "mynet:build", cwd=own).stdout.splitlines()) == 31
+    predicted = tptopk("predict", "run", "--data", "mine.npz", "--model", "mynet:build", cwd=own).stdout
+    assert len(predicted.splitlines()) == 31
+    assert tptopk("predict", "run", "--data", "mine.npz", cwd=own).stdout == predicted, (
+        "the run names a file of this folder"
     )
+    refused = tptopk("predict", "run", cwd=own, check=False)
+    assert refused.returncode == 2 and "give --data" in refused.stderr
     rows = json.loads(
         tptopk(
             "compare",
@@ -177,22 +156,37 @@ def test_a_config_file_says_the_same_words(tptopk, own):
         (["train", "--clip-norm", "-1"], "clip_norm is -1"),
         (["train", "--learning-rate", "0"], "learning_rate is 0"),
         (["train", "--optimizer", "sdg"], "did you mean 'sgd'"),
-        (["train", "--data", "mine.npz"], "--dataset-size"),
+        (["train", "--data", "mine.npz", "--model", "mynet:build"], "--dataset-size"),
         (
-            ["train", "--data", "nowhere.npz", "--dataset-size", "9", "--batch-size", "3"],
+            ["train", "--data", "nowhere.npz", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"],
             "there is no file nowhere.npz",
         ),
-        (["train", "--data", "no_labels.npz", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"], "has no y_train"),
-        (["train", "--data", "mynet.py", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"], "cannot be read"),
-        (["train", "--data", "pickled.npz", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"], "cannot be read"),
+        (
+            ["train", "--data", "no_labels.npz", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"],
+            "has no y_train",
+        ),
+        (
+            ["train", "--data", "mynet.py", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"],
+            "cannot be read",
+        ),
+        (
+            ["train", "--data", "pickled.npz", "--dataset-size", "9", "--batch-size", "3", "--model", "mynet:build"],
+            "cannot be read",
+        ),
         (
             ["train", "--data", "mine.npz", "--dataset-size", "61", "--batch-size", "9", "--model", "mynet:build"],
             "declares a dataset of 61 records",
         ),
-        (["train", "--data", "mine.npz", "--dataset-size", "60", "--batch-size", "9"], "made-up examples"),
+        (["train", "--data", "mine.npz", "--dataset-size", "60", "--batch-size", "9"], "give --model FILE:FUNCTION"),
+        (["plan", "--data", "mine.npz", "--dataset-size", "60"], "give --model FILE:FUNCTION"),
+        (
+            ["train", "--data", "mine.npz", "--dataset-size", "60", "--batch-size", "9", "--model", "mynet:other"],
+            "made-up examples",
+        ),
         (["train", "--model", "mynet"], "package.module:factory"),
         (["train", "--model", "nowhere:build"], "No module named 'nowhere'"),
-        (["train", "--model", "mynet:nothing"], "has no attribute 'nothing'"),
+        (["train", "--model", "mynet:buidl"], "has no function 'buidl'; did you mean 'build'"),
+        (["train", "--model", "mynet.py:build"], "write it without .py: mynet:build"),
         (["train", "--model", "mynet:broken"], "not a torch.nn.Module"),
         (["train", "--model", "mynet:needy"], "needs no arguments"),
         (["train", "--config", "nowhere.toml"], "cannot read nowhere.toml"),
@@ -243,14 +237,19 @@ def test_benchmarks_tables_and_folders_are_named_like_files(tptopk, own, monkeyp
     for given, message in (
         (table, "--dataset-size"),
         ([*table, "--schema", "no.toml", "--dataset-size", "60"], "cannot read the schema no.toml"),
-        (["--data", "pets", "--dataset-size", "20"], "--image-size 9"),
-        (["--data", "mnist", "--batch-size", "500"], "tptopk data fetch mnist --data-dir data"),
-        (["--data", "mnits", "--dataset-size", "60"], "did you mean 'mnist'"),
-        (["--data", "pneumoniamnist", "--data-dir", "sets", "--batch-size", "500"], "dataset of 4708 records"),
+        ([*pets[:2], *pets[-2:], "--dataset-size", "20"], "--image-size 9"),
+        (["--data", "mnist", "--batch-size", "500", *pets[-2:]], "tptopk data fetch mnist --data-dir data"),
+        (["--data", "mnits", "--dataset-size", "60", *pets[-2:]], "did you mean 'mnist'"),
+        (
+            ["--data", "pneumoniamnist", "--data-dir", "sets", "--batch-size", "500", *pets[-2:]],
+            "dataset of 4708 records",
+        ),
+        (["--data", "mnist", "--batch-size", "500"], "give --model FILE:FUNCTION for mnist"),
     ):
         refused = tptopk("train", *words, *given, "--out", "refused", cwd=own, check=False)
         assert refused.returncode == 2 and message in refused.stderr, given
-    plan = json.loads(tptopk("plan", *QUICK, "--data", "cifar10", "--batch-size", "500", "--json", cwd=own).stdout)
+    cifar10 = ["--data", "cifar10", "--batch-size", "500", "--coordinates", "1000"]
+    plan = json.loads(tptopk("plan", *QUICK, *cifar10, "--json", cwd=own).stdout)
     assert plan["dataset_size"] == 50_000, "a published size needs no declaring, and planning no data"
 
 
@@ -259,17 +258,6 @@ def test_checking_data_is_the_operators_own_step(tptopk, own):
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 7, -1])
     x[1, 0] = np.nan
     np.savez(own / "bad.npz", x_train=x, y_train=y)
-def test_labels_from_one_are_said_and_a_test_set_with_them_is_refused(tptopk, own):
-    x, y = np.zeros((9, 3, 4), np.float32), np.arange(9) % 3 + 1
-    np.savez(own / "from_one.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
-    shown = tptopk("data", "check", "from_one.npz", cwd=own, check=False)
-    assert shown.returncode == 1 and "labels start at 1; classes are numbered from 0" in shown.stdout
-    words = ["--data", "from_one.npz", "--dataset-size", "9", "--batch-size", "3", "--delta", "1e-3"]
-    refused = tptopk("train", *QUICK, *words, "--model", "mynet:build", "--out", "run", cwd=own, check=False)
-    assert refused.returncode == 2 and "2 of 6 test records have a label that is no class" in refused.stderr
-    assert not (own / "run").exists(), "nothing was charged"
-
-
     done = tptopk("data", "check", "bad.npz", "--classes", "3", cwd=own, check=False)
     shown = done.stdout
     assert done.returncode == 1 and "inputs that are not finite" in shown
@@ -280,6 +268,17 @@ def test_labels_from_one_are_said_and_a_test_set_with_them_is_refused(tptopk, ow
     (own / "known.toml").write_text('target = "ill"\nclasses = ["no", "yes"]\n[numeric]\nage = [0, 120]\n')
     shown = tptopk("data", "check", "table.csv", "--schema", "known.toml", cwd=own, check=False).stdout
     assert "3 records, inputs (2,)" in shown and "column 'age' is the same in all records" in shown
+
+
+def test_labels_from_one_are_said_and_a_test_set_with_them_is_refused(tptopk, own):
+    x, y = np.zeros((9, 3, 4), np.float32), np.arange(9) % 3 + 1
+    np.savez(own / "from_one.npz", x_train=x, y_train=y, x_test=x[:6], y_test=y[:6])
+    shown = tptopk("data", "check", "from_one.npz", cwd=own, check=False)
+    assert shown.returncode == 1 and "labels start at 1; classes are numbered from 0" in shown.stdout
+    words = ["--data", "from_one.npz", "--dataset-size", "9", "--batch-size", "3", "--delta", "1e-3"]
+    refused = tptopk("train", *QUICK, *words, "--model", "mynet:build", "--out", "run", cwd=own, check=False)
+    assert refused.returncode == 2 and "2 of 6 test records have a label that is no class" in refused.stderr
+    assert not (own / "run").exists(), "nothing was charged"
 
 
 def test_ctrl_c_leaves_a_readable_run(tptopk, tmp_path):

@@ -17,6 +17,7 @@ from typer.main import get_command
 
 import tptopk
 from tptopk.cli import app, main
+from tptopk.cli.loading import COMMANDS, command_named
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -73,6 +74,8 @@ def test_every_command_and_option_on_a_page_exists(page):
             if Path(words[0]).name == "tptopk":
                 known = get_command(app)
                 rest = words[1:]
+                if rest[0] in COMMANDS:
+                    known = command_named(rest.pop(0))
                 while rest and rest[0] in getattr(known, "commands", {}):
                     known = known.commands[rest.pop(0)]
                 options = {name for parameter in known.params for name in parameter.opts} | {"--help"}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tptopk.privacy.refusal import Refusal
-from tptopk.settings import Settings, read_config
+from tptopk.settings import Settings, build, read_config
 
 GOOD = 'method = "tp-topk"\nepsilon = 3.0\nactive-ratio = 0.2\nsteps = 40\nema = 0.9\nsecure-noise = false\nmodel = "m:build"\n'
 
@@ -43,3 +47,32 @@ def test_a_good_one_is_read(tmp_path):
         40,
         False,
     )
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("tptopk.models.networks.py:mlp", "write it without .py: tptopk.models.networks:mlp"),
+        ("nets/mine.py:build", "write it without .py: nets.mine:build"),
+        ("tptopk.models.networks:table_lienar(5, 2)", "has no function 'table_lienar'; did you mean 'table_linear'"),
+        ("tptopk.models.networks:table_linear", "needs no arguments"),
+        ("tptopk.models.networks:table_linear(5)", "takes 5 as its arguments"),
+        ("tptopk.models.networks:table_linear(x)", "package.module:factory"),
+        ("tptopk.models.networks:", "package.module:factory"),
+    ],
+)
+def test_a_network_that_cannot_be_named_so_says_how(reference, message):
+    with pytest.raises(Refusal, match=re.escape(message)):
+        build(reference)
+
+
+def test_every_kind_of_data_has_its_network_or_asks_for_one(tmp_path):
+    (tmp_path / "t.toml").write_text('target = "ill"\nclasses = ["a", "b", "c"]\n[numeric]\nage = [0, 120]\n')
+    assert Settings().network() == "tptopk.models.digits:digits_cnn"
+    table = Settings(data=str(tmp_path / "t.csv"))
+    assert table.network() == "tptopk.models.networks:table_linear(2, 3)"
+    assert table.build_model()(torch.ones(4, 2)).shape == (4, 3)
+    assert Settings(data="t.csv", model="m:build").network() == "m:build"
+    for data in ("mnist", "mine.npz", "pets"):
+        with pytest.raises(Refusal, match=f"give --model FILE:FUNCTION for {data}"):
+            Settings(data=data).network()

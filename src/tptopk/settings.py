@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
-
-from tptopk.data.constants import published_size
-from tptopk.data.digits import TRAINING, Pair
-from tptopk.data.sources import read_source
-from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 
-BUILT_IN_MODEL = "tptopk.models.digits:digits_cnn"
+if (
+    TYPE_CHECKING
+):  # imported where they are needed: the options of a command are read here, and should not wait for PyTorch
+    from torch import nn
+    from torch.optim import Adam, Optimizer
+
+    from tptopk.data.digits import Pair
+    from tptopk.data.tables import Schema
+    from tptopk.privacy.plan import Plan
+
+DIGITS_MODEL = "tptopk.models.digits:digits_cnn"
+TABLE_MODEL = "tptopk.models.networks:table_linear"
 
 
 def option(default: Any, help: str) -> Any:
@@ -65,9 +69,14 @@ class Settings:
     image_mode: str = option("RGB", "what images of a folder are turned into: RGB or L (grey)")
     dataset_size: int | None = option(
         None,
-        "number of training records, which you declare public; needed with --data unless the benchmark's is published",
+        "number of training records (of a table whose schema has a unit, of units), which you declare public; needed with --data unless the "
+        "benchmark's is published",
     )
-    model: str = option(BUILT_IN_MODEL, "package.module:factory of a function that returns the model")
+    model: str | None = option(
+        None,
+        "package.module:factory of a function that returns the model, such as mynet:build; if not given, logistic regression for a table and a "
+        "small CNN for the embedded digits",
+    )
     account: str | None = option(None, "an account file that pays for the run (tptopk account open)")
     secure_noise: bool = option(False, "noise from ChaCha20 instead of Philox; needs the cryptography package")
     audit_canaries: int | None = option(
@@ -90,42 +99,94 @@ class Settings:
         return asdict(self)
 
     def plan(self) -> Plan:
+        from tptopk.privacy.plan import Plan
+
+        return Plan.calibrate(**self._numbers())
+
+    def check_numbers(self) -> None:
+        """Refuse at once what a plan, which takes time to calibrate, would refuse."""
+        from tptopk.privacy.plan import check_calibration
+
+        check_calibration(**self._numbers())
+
+    def _numbers(self) -> dict[str, Any]:
         size = self.published_size if self.dataset_size is None else self.dataset_size
+        table = self.table()
+        unit = "record" if table is None else table.unit_word
+        if unit != "record" and self.audit_canaries is not None:
+            raise Refusal(
+                f"canaries are records of nobody's: leave out --audit-canaries, or the unit {unit} of the schema"
+            )
         if size is None:
             raise Refusal(
-                "declare the number of training records with --dataset-size N: it becomes a public number of the plan, "
+                f"declare the number of training {unit}s with --dataset-size N: it becomes a public number of the plan, "
                 "so it is never read from the data behind your back"
             )
         if self.epochs is not None and self.steps is not None:
             raise Refusal("give either epochs or steps, and not both")
-        return Plan.calibrate(
-            self.method,
-            epsilon=self.epsilon,
-            delta=self.delta,
-            batch_size=self.batch_size,
-            dataset_size=size + (self.audit_canaries or 0),
-            steps=self.steps,
-            epochs=None if self.steps is not None else 40.0 if self.epochs is None else self.epochs,
-            active_ratio=self.active_ratio,
-            warmup=self.warmup,
-            warmup_budget=self.warmup_budget or None,
-            clip_norm=self.clip_norm,
-            accountant=self.accountant,
-        )
+        return {
+            "method": self.method,
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "batch_size": self.batch_size,
+            "dataset_size": size + (self.audit_canaries or 0),
+            "steps": self.steps,
+            "epochs": None if self.steps is not None else 40.0 if self.epochs is None else self.epochs,
+            "active_ratio": self.active_ratio,
+            "warmup": self.warmup,
+            "warmup_budget": self.warmup_budget or None,
+            "clip_norm": self.clip_norm,
+            "accountant": self.accountant,
+            "unit": unit,
+        }
 
     @property
     def published_size(self) -> int | None:
         """The number of training records where everybody knows it; None for data whose size a user must declare public."""
+        from tptopk.data.constants import published_size
+        from tptopk.data.digits import TRAINING
+
         return TRAINING if self.data in (None, "digits") else published_size(str(self.data))
 
     def load_data(self, on_image: Callable[[int, int], None] | None = None) -> tuple[Pair, Pair | None]:
+        from tptopk.data.sources import read_source
+
         reading = {name: getattr(self, name) for name in ("data_dir", "schema", "image_size", "image_mode")}
         return read_source("digits" if self.data is None else self.data, **reading, on_image=on_image)
 
+    def table(self) -> Schema | None:
+        """What is public of the table's columns; None where the data is something else."""
+        from tptopk.data.sources import read_schema_for
+
+        return None if self.data is None else read_schema_for(self.data, self.schema)
+
+    def load_unit(self) -> list[str] | None:
+        """The id of each training record's unit, where the table's schema has one."""
+        from tptopk.data.tables import read_unit
+
+        table = self.table()
+        return None if table is None or table.unit is None else read_unit(str(self.data), table)
+
+    def network(self) -> str:
+        """package.module:factory of the network; for a table with its inputs and classes, which the schema knows."""
+        if self.model is not None:
+            return self.model
+        if self.data in (None, "digits"):
+            return DIGITS_MODEL
+        table = self.table()
+        if table is None:
+            raise Refusal(
+                f"give --model FILE:FUNCTION for {self.data}, such as mynet:build for a function build() in mynet.py that returns the network: "
+                "only tables and the embedded digits have one of their own"
+            )
+        return f"{TABLE_MODEL}({len(table.columns)}, {len(table.classes)})"
+
     def build_model(self) -> nn.Module:
-        return build(self.model)
+        return build(self.network())
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
+        from torch.optim import SGD, Adam, AdamW
+
         check_number("learning_rate", self.learning_rate, above=0)
         check_number("weight_decay", self.weight_decay, least=0)
         check_number("momentum", self.momentum, least=0, below=1)
@@ -165,32 +226,46 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def build(reference: str) -> nn.Module:
-    """Call the factory named as package.module:function; modules in the current folder are found too."""
-    module_name, _, function = reference.partition(":")
-    if not module_name or not function:
+    """Call the factory named as package.module:function, or package.module:function(14, 2); modules in the current folder are found too."""
+    from torch import nn
+
+    found = re.fullmatch(r"([^:]+):([^:()]+)(?:\((\d+(?:, *\d+)*)\))?", reference)
+    if found is None:
         raise Refusal(f"model is {reference!r}; it must be package.module:factory, for example mynet:build")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    module_name, function, numbers = found.groups()
+    if module_name.endswith(".py"):
+        module_name = module_name.removesuffix(".py").replace("/", ".")
+        raise Refusal(f"model is {reference!r}; write it without .py: {module_name}:{function}")
+    arguments = [int(number) for number in numbers.split(",")] if numbers else []
+    factory = _factory(reference, module_name, function)
     try:
-        factory = getattr(importlib.import_module(module_name), function)
-    except ModuleNotFoundError as error:
-        raise Refusal(f"model {reference!r}: {error}; is it in this folder or installed?") from error
-    except AttributeError as error:
-        raise Refusal(f"model {reference!r}: {error}") from error
-    try:
-        if not callable(factory) or inspect.signature(factory).bind() is None:
+        if not callable(factory) or inspect.signature(factory).bind(*arguments) is None:
             raise TypeError
     except TypeError as error:
-        raise Refusal(
-            f"model {reference!r} must be a function that needs no arguments and returns the network"
-        ) from error
-    model = factory()
+        needs = f"takes {numbers} as its arguments" if numbers else "needs no arguments"
+        raise Refusal(f"model {reference!r} must be a function that {needs} and returns the network") from error
+    model = factory(*arguments)
     if not isinstance(model, nn.Module):
         raise Refusal(f"model {reference!r} returned a {type(model).__name__}, not a torch.nn.Module")
     return model
 
 
+def _factory(reference: str, module_name: str, function: str) -> Any:
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise Refusal(f"model {reference!r}: {error}; is it in this folder or installed?") from error
+    if not hasattr(module, function):
+        own = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise Refusal(f"model {reference!r}: {module_name} has no function {function!r}{nearest(function, own)}")
+    return getattr(module, function)
+
+
 def seed_everything(seed: int | None) -> None:
     """Repeatable initial weights and dropout; noise and samples have their own streams."""
+    import torch
+
     if seed is not None:
         torch.manual_seed(seed)

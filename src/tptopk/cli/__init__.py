@@ -1,4 +1,4 @@
-"""The command line: the same words as the library. Each file here holds commands; importing it adds them to `app`."""
+"""The command line: the same words as the library. Each file here holds commands, and is imported when one of them is called."""
 
 from __future__ import annotations
 
@@ -9,20 +9,8 @@ from typing import Annotated
 import typer
 
 from tptopk import __version__
-from tptopk.cli.options import app
-from tptopk.privacy.plan import PrivacyWarning
-from tptopk.privacy.refusal import Refusal
-
-# The order of the commands in --help.
-# isort: off
-from tptopk.cli import training as training
-from tptopk.cli import advising as advising
-from tptopk.cli import measuring as measuring
-from tptopk.cli import data as data
-from tptopk.cli import checking as checking
-from tptopk.cli import reproducing as reproducing
-from tptopk.cli import reporting as reporting
-# isort: on
+from tptopk.cli.loading import app as app
+from tptopk.privacy.refusal import PrivacyWarning, Refusal, SlowCalibration
 
 
 def _show_version(value: bool) -> None:
@@ -43,6 +31,7 @@ def _main(
 def main() -> None:
     """Run the command line; what a person did wrong is one line, not a traceback."""
     warnings.simplefilter("always", PrivacyWarning)
+    warnings.simplefilter("ignore", SlowCalibration)  # said while it happens, in the words of the command line
     warnings.showwarning = lambda message, *rest, **more: print(f"warning: {message}", file=sys.stderr)
     try:
         app()

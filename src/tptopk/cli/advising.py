@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from tptopk.cli.options import AsJson, Seed, app, with_settings
-from tptopk.cli.training import _free_folder, _train
+from tptopk.cli.running import calibrated, free_folder, train
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
@@ -25,7 +25,7 @@ from tptopk.training.verify import warmup_in
 
 
 @app.command(name="advise")
-@with_settings
+@with_settings(without=("score", "ratio_schedule", "ema", "audit_canaries"))
 def advise_(
     settings: Settings,
     run: Annotated[
@@ -49,7 +49,10 @@ def advise_(
     ] = None,
     json_: AsJson = False,
 ) -> None:
-    """Say from a private warm-up whether training fewer coordinates would help: restrict, stay dense, or cannot tell."""
+    """Would training fewer coordinates help?
+
+    Say from a private warm-up whether training fewer coordinates would help: restrict, stay dense, or cannot tell.
+    """
     chosen = _numbers(ratios)
     cost: dict[str, Any] = {}
     if run is not None:
@@ -57,7 +60,7 @@ def advise_(
             raise Refusal("advice on a run is about its own plan: leave out the settings, --out and --seed")
         warmup, folder = warmup_in(run), run
     else:
-        folder = out or _free_folder("advise")
+        folder = out or free_folder("advise")
         warmup, cost = _charged_warmup(settings, seed, folder)
     found = advise(warmup, ratios=chosen, level=level)
     if plot:
@@ -66,11 +69,11 @@ def advise_(
         print(json.dumps({**found.as_values(), "folder": folder, **cost}))
         return
     print_advice(found, Console())
+    if plot:
+        print(f"wrote {plot}")
     if cost:
         print(
             f"This warm-up is charged: ε = {round_up(cost['epsilon'])} at δ = {cost['delta']:g}, in {folder}. Training on the same data comes "
-    if plot:
-        print(f"wrote {plot}")
             "on top of it."
         )
     else:
@@ -86,7 +89,7 @@ def _numbers(ratios: str | None) -> list[float] | None:
 
 def _charged_warmup(settings: Settings, seed: int | None, folder: str) -> tuple[WarmUp, dict[str, Any]]:
     """The first phase of the settings' plan, as a dense run of its own that pays for itself."""
-    plan = settings.plan()
+    plan = calibrated(settings)
     if not plan.spec.warmup:
         raise Refusal(f"{plan.method} has no warm-up to advise from; use --method tp-topk")
     if plan.phases[0].steps < FEWEST_STEPS:
@@ -97,8 +100,9 @@ def _charged_warmup(settings: Settings, seed: int | None, folder: str) -> tuple[
         dataset_size=plan.dataset_size,
         accountant=plan.accountant,
         queries=plan.queries,
+        unit=plan.unit,
     )
     warmup = WarmUp(plan)
-    run = _train(replace(settings, method="dp-sgd"), seed, folder, "warm-up", by=alone, watch=warmup.add)
+    run = train(replace(settings, method="dp-sgd"), seed, folder, "warm-up", by=alone, watch=warmup.add)
     write_durably(Path(folder) / FILE, warmup.content())
     return warmup, {"epsilon": run.epsilon, "delta": plan.delta}

@@ -12,9 +12,11 @@ from tptopk.cli.options import DataDir, ImageMode, ImageSize, TableSchema, app, 
 from tptopk.data.download import fetch as fetch_benchmark
 from tptopk.data.files import findings
 from tptopk.data.sources import read_schema_for, read_source
+from tptopk.data.tables import Schema, header_of, read_unit, unit_findings
 
 data_app = typer.Typer(
-    help="Look at data before training. Outside the guarantee: keep what these print to yourself.", no_args_is_help=True
+    help="Look at data, or fetch a benchmark.\n\nA look at data is outside the guarantee: keep what it prints to yourself.",
+    no_args_is_help=True,
 )
 app.add_typer(data_app, name="data")
 
@@ -33,7 +35,10 @@ def check(
     image_size: ImageSize = None,
     image_mode: ImageMode = "RGB",
 ) -> None:
-    """Look for records that would spoil training: labels out of range, inputs that are not finite, constant columns."""
+    """Look for records that would spoil training.
+
+    Labels out of range, inputs that are not finite, constant columns.
+    """
     source = path or "digits"
     with image_progress() as on_image:
         training, test = read_source(
@@ -45,6 +50,8 @@ def check(
             on_image=on_image,
         )
     columns = read_schema_for(source, schema)
+    if columns is not None:
+        _show_columns(source, columns)
     found = False
     for name, pair in (("training", training), ("test", test)):
         if pair is None:
@@ -63,6 +70,16 @@ def check(
         raise typer.Exit(1)
 
 
+def _show_columns(path: str, schema: Schema) -> None:
+    """How many inputs come from where, and which columns are left out."""
+    print(schema.inputs_in_words())
+    left_out = [name for name in header_of(path) if name not in (*schema.used, schema.target, schema.unit)]
+    if left_out:
+        print(f"not used: {', '.join(left_out)}")
+    if schema.unit is not None:
+        print(unit_findings(read_unit(path, schema), schema))
+
+
 @data_app.command()
 def fetch(
     name: Annotated[
@@ -77,7 +94,10 @@ def fetch(
         ),
     ] = None,
 ) -> None:
-    """Download a public benchmark, check it against the published checksums, and put it in its usual folder."""
+    """Download a public benchmark.
+
+    It is checked against the published checksums and put into its usual folder.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

@@ -29,7 +29,10 @@ def bench(
     plot: Annotated[str | None, typer.Option(help="write a figure to this file")] = None,
     json_: AsJson = False,
 ) -> None:
-    """Time a private step beside an ordinary one and the peers', in one process, taking turns."""
+    """Time private steps beside ordinary ones.
+
+    Those of peers too, in one process, taking turns.
+    """
     check_count("rounds", rounds)
     names = [name.strip() for name in models.split(",")]
     if explain:

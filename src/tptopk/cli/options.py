@@ -1,25 +1,19 @@
-"""The application that commands are added to, and the options they share."""
+"""The options that commands share."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from tptopk.cli.loading import app as app
 from tptopk.settings import Settings
-
-app = typer.Typer(
-    help="Train PyTorch models on sensitive data under differential privacy.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
 
 Config = Annotated[str | None, typer.Option(help="a TOML file with these same words", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
@@ -56,9 +50,20 @@ def image_progress() -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command every option of `Settings`; it receives them gathered, as its first argument."""
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+# Which settings stand together in --help, and which a command may leave out as a whole.
+BUDGET = (
+    "method", "epsilon", "delta", "epochs", "steps", "batch_size", "active_ratio", "warmup", "warmup_budget", "clip_norm",
+    "accountant", "dataset_size", "account", "audit_canaries", "secure_noise",
+)  # fmt: skip
+DATA = ("data", "data_dir", "schema", "image_size", "image_mode")
+FITTING = ("score", "ratio_schedule", "optimizer", "learning_rate", "momentum", "weight_decay", "ema")
+MACHINE = ("micro_batch_size", "memory_limit", "precision", "compile", "engine", "device")
+GROUPS = {"Privacy budget": BUDGET, "Data": DATA, "Model and training": ("model", *FITTING), "Machine": MACHINE}
+PANEL = {name: title for title, names in GROUPS.items() for name in names}
+
+
+def with_settings(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of `Settings`, but for those it does not read; it receives them gathered, as its first argument."""
     kinds = get_type_hints(Settings)
     options = [
         inspect.Parameter(
@@ -67,19 +72,31 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
             default=None,
             annotation=Annotated[
                 kinds[f.name] | None,
-                typer.Option(help=f.metadata["help"], show_default=False if f.default is None else str(f.default)),
+                typer.Option(help=_help(f), show_default=False, rich_help_panel=PANEL[f.name]),
             ],
         )
-        for f in fields(Settings)
+        for f in sorted(fields(Settings), key=lambda f: list(GROUPS).index(PANEL[f.name]))
+        if f.name not in without
     ]
-
-    def run(config: str | None = None, **given: Any) -> None:
-        mine = {p.name: given.pop(p.name) for p in own}
-        command(Settings.gather(config, given), **mine)
-
-    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
     configuration = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Config)
-    run.__signature__ = inspect.Signature([*kept, configuration, *options])  # type: ignore[attr-defined]
-    run.__annotations__ = {p.name: p.annotation for p in [*kept, configuration, *options]}
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    return run
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        def run(config: str | None = None, **given: Any) -> None:
+            mine = {p.name: given.pop(p.name) for p in own}
+            command(Settings.gather(config, given), **mine)
+
+        all_of_them = [*(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own), configuration, *options]
+        run.__signature__ = inspect.Signature(all_of_them)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in all_of_them}
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        return run
+
+    return decorate
+
+
+def _help(f: Field[Any]) -> str:
+    """What a setting means, and what it is unless given; a switch is off."""
+    words: str = f.metadata["help"]
+    return words if f.default is None or f.default is False else f"{words} [{f.default}]"

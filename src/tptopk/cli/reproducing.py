@@ -41,7 +41,10 @@ def reproduce_(
         str, typer.Option(help="only the second of six shares of the runs, as 2/6; nothing is written but runs")
     ] = "1/1",
 ) -> None:
-    """Run what a table or figure needs and has not been run yet; then write the document, ours beside the paper's."""
+    """Run and write the paper's tables.
+
+    What a table or figure needs is run unless it was; then the document is written, ours beside the paper's.
+    """
     if target != "all" and target not in TARGETS:
         raise Refusal(f"unknown table or figure {target!r}{nearest(target, [*TARGETS, 'all'])}")
     share, shares = _part(part)

@@ -70,12 +70,12 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
 def refuse_unsuitable(model: nn.Module) -> None:
     """Refuse what no engine could make private."""
     for name, module in model.named_modules():
-        where = f"{name or 'the model'} ({type(module).__name__})"
+        where = f"layer {name!r} ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         instance_norm = isinstance(module, nn.modules.instancenorm._InstanceNorm)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and not instance_norm:
             raise Refusal(
                 f"{where} mixes the examples of a batch and keeps statistics of them, so no per-example guarantee can hold. "
-                "Call tptopk.fix(model) to replace it by GroupNorm"
+                "Replace it by GroupNorm: model = tptopk.fix(model); for the command line, return tptopk.fix(model) from your function"
             )
         if getattr(module, "track_running_stats", False):
             raise Refusal(

@@ -62,6 +62,14 @@ def scatter_linear(features: int = 81 * 49, classes: int = 10) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(features, classes))
 
 
+def table_linear(features: int, classes: int) -> nn.Module:
+    """[B, features] → classes: logistic regression that starts at zero, as `TPTopKClassifier` builds it for tables."""
+    last = nn.Linear(features, classes)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(last)
+
+
 def table_mlp(features: int, classes: int, width: int = 64) -> nn.Module:
     """[B, features] → classes, for tables whose columns are scaled to [−1, 1]."""
     return nn.Sequential(

@@ -17,14 +17,18 @@ from typing import Any
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import ACCOUNTANTS, Segment
 from tptopk.privacy.methods import Method, method_named
-from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
+from tptopk.privacy.refusal import PrivacyWarning as PrivacyWarning
+from tptopk.privacy.refusal import (
+    Refusal,
+    SlowCalibration,
+    check_count,
+    check_number,
+    nearest,
+    refuse_unknown_keywords,
+)
 
 ADJACENCY = "zero-out"
 SMALLEST_CLIP_NORM = 1e-8  # far above where float32 squares of coordinates vanish from a norm
-
-
-class PrivacyWarning(UserWarning):
-    """Something that a person who answers for the guarantee should read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +87,8 @@ class Plan:
         check_number("delta", self.delta, above=0, below=1)
         check_count("dataset_size", self.dataset_size)
         check_number("active_ratio", self.active_ratio, above=0, most=1)
-        if not isinstance(self.unit, str) or not self.unit.isprintable() or not 0 < len(self.unit) <= 40:
-            raise Refusal(f"unit is {self.unit!r}; it must be a short word for what is protected, such as 'patient'")
-        if self.accountant not in ACCOUNTANTS:
-            raise Refusal(f"unknown accountant {self.accountant!r}{nearest(str(self.accountant), ACCOUNTANTS)}")
+        _check_unit(self.unit)
+        _check_accountant(self.accountant)
         if self.adjacency != ADJACENCY:
             raise Refusal(
                 f"adjacency is {self.adjacency!r}; only {ADJACENCY!r} is accounted for (the dataset's size is "
@@ -198,31 +200,11 @@ class Plan:
         `unit` names what is protected, if that is not one record: `dataset_size` and `batch_size` then count units.
         """
         spec = method_named(method)
-        check_number("epsilon", epsilon, above=0)
-        check_number("delta", delta, above=0, below=1)
-        check_number("active_ratio", active_ratio, above=0, most=1)
-        check_count("dataset_size", dataset_size)
-        check_count("batch_size", batch_size)
-        if batch_size > dataset_size:
-            raise Refusal(f"batch_size is {batch_size}, more than dataset_size {dataset_size}")
-        total = _total_steps(epochs, steps, batch_size / dataset_size)
-        counts = [total]
-        if spec.warmup:
-            check_number("warmup", warmup, above=0, below=1)
-            if warmup_budget is not None:
-                check_number("warmup_budget", warmup_budget, above=0, below=1)
-            first = round(warmup * total)
-            if not 0 < first < total:
-                raise Refusal(
-                    f"warmup = {warmup:g} of {total} steps leaves {first} for the warm-up and {total - first} for "
-                    "the rest; both need at least one"
-                )
-            counts = [first, total - first]
-        clips = list(clip_norm) if isinstance(clip_norm, Sequence) else [clip_norm] * len(counts)
-        if len(clips) != len(counts):
-            raise Refusal(f"clip_norm has {len(clips)} values; {method} has {len(counts)} phase(s)")
-        for clip in clips:
-            check_number("clip_norm", clip, least=SMALLEST_CLIP_NORM)
+        counts, clips = check_calibration(
+            method, epsilon=epsilon, delta=delta, batch_size=batch_size, dataset_size=dataset_size, epochs=epochs, steps=steps,
+            active_ratio=active_ratio, warmup=warmup, warmup_budget=warmup_budget, clip_norm=clip_norm, accountant=accountant,
+            unit=unit,
+        )  # fmt: skip
         names = ["warm-up", "sparse"] if spec.warmup else ["training"]
         started = time.monotonic()
         sigmas = _calibrated_noise(
@@ -238,7 +220,7 @@ class Plan:
             warnings.warn(
                 f"calibration took {time.monotonic() - started:.0f} s; accountant='rdp' is much faster and "
                 "costs about 8% more noise",
-                PrivacyWarning,
+                SlowCalibration,
                 stacklevel=3,
             )
         return cls(
@@ -261,6 +243,64 @@ class Plan:
             target_epsilon=epsilon if spec.private else None,
             unit=unit,
         )
+
+
+def check_calibration(
+    method: str,
+    *,
+    epsilon: float,
+    delta: float,
+    batch_size: int,
+    dataset_size: int,
+    epochs: float | None,
+    steps: int | None,
+    active_ratio: float,
+    warmup: float,
+    warmup_budget: float | None,
+    clip_norm: float | Sequence[float],
+    accountant: str,
+    unit: str,
+) -> tuple[list[int], list[float]]:
+    """The steps and the clipping norm of each phase; refuses at once what `Plan.calibrate` would take its time to find no noise for."""
+    spec = method_named(method)
+    check_number("epsilon", epsilon, above=0)
+    check_number("delta", delta, above=0, below=1)
+    check_number("active_ratio", active_ratio, above=0, most=1)
+    _check_accountant(accountant)
+    _check_unit(unit)
+    check_count("dataset_size", dataset_size)
+    check_count("batch_size", batch_size)
+    if batch_size > dataset_size:
+        raise Refusal(f"batch_size is {batch_size}, more than dataset_size {dataset_size}")
+    total = _total_steps(epochs, steps, batch_size / dataset_size)
+    counts = [total]
+    if spec.warmup:
+        check_number("warmup", warmup, above=0, below=1)
+        if warmup_budget is not None:
+            check_number("warmup_budget", warmup_budget, above=0, below=1)
+        first = round(warmup * total)
+        if not 0 < first < total:
+            raise Refusal(
+                f"warmup = {warmup:g} of {total} steps leaves {first} for the warm-up and {total - first} for "
+                "the rest; both need at least one"
+            )
+        counts = [first, total - first]
+    clips = list(clip_norm) if isinstance(clip_norm, Sequence) else [clip_norm] * len(counts)
+    if len(clips) != len(counts):
+        raise Refusal(f"clip_norm has {len(clips)} values; {method} has {len(counts)} phase(s)")
+    for clip in clips:
+        check_number("clip_norm", clip, least=SMALLEST_CLIP_NORM)
+    return counts, clips
+
+
+def _check_accountant(accountant: str) -> None:
+    if accountant not in ACCOUNTANTS:
+        raise Refusal(f"unknown accountant {accountant!r}{nearest(str(accountant), ACCOUNTANTS)}")
+
+
+def _check_unit(unit: str) -> None:
+    if not isinstance(unit, str) or not unit.isprintable() or not 0 < len(unit) <= 40:
+        raise Refusal(f"unit is {unit!r}; it must be a short word for what is protected, such as 'patient'")
 
 
 def _total_steps(epochs: float | None, steps: int | None, sample_rate: float) -> int:

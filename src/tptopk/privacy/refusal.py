@@ -21,6 +21,14 @@ class UnknownKeyword(Refusal, TypeError):
     """An argument that no parameter of the called function has."""
 
 
+class PrivacyWarning(UserWarning):
+    """Something that a person who answers for the guarantee should read."""
+
+
+class SlowCalibration(PrivacyWarning):
+    """A plan took long to calibrate, and there is a faster way."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'tp-topk'?``, or the list of choices when nothing is near."""
     choices = list(choices)

@@ -1,7 +1,7 @@
 """A run: what training leaves behind, in memory and in a folder.
 
 A run folder holds `run.json` (status, configuration, results), `plan.json`, `ledger.jsonl`, `metrics.jsonl`,
-`support.safetensors`, `model.safetensors`, `statement.md` and, of a warm-up, `warmup.safetensors`; until it is finished also checkpoints. None of them holds a noise or sampling secret.
+`support.safetensors`, `model.safetensors`, `statement.md`, of a warm-up `warmup.safetensors` and of a table `schema.json`; until it is finished also checkpoints. None of them holds a noise or sampling secret.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tptopk.privacy.gradient import PrivateGradient
-from tptopk.privacy.ledger import Ledger, versions
+from tptopk.privacy.ledger import Ledger, read_ledger, versions
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, statement
@@ -35,6 +36,7 @@ from tptopk.training.metrics import JsonLines
 from tptopk.training.metrics import StepRecord as StepRecord
 
 FORMAT = 1
+SCHEMA = "schema.json"  # how a table's columns became inputs; public, and declared by whoever trained
 
 
 FILES = (
@@ -45,6 +47,7 @@ FILES = (
     "model.safetensors",
     "support.safetensors",
     "statement.md",
+    SCHEMA,
 )
 
 
@@ -96,6 +99,15 @@ class Run:
         }
 
 
+def refuse_taken(path: str | Path) -> None:
+    """Refuse a folder that already holds a run, or a path that cannot be a folder."""
+    if Path(path).exists() and not Path(path).is_dir():
+        raise Refusal(f"cannot write to {path}: it is not a folder")
+    found = [name for name in FILES if os.path.lexists(Path(path) / name)]
+    if found:
+        raise Refusal(f"{path} already holds a run ({found[0]}); {what_instead(path)}")
+
+
 class RunFolder:
     """Writes a run folder; refuses one that already holds a run, unless that is to be resumed."""
 
@@ -108,6 +120,7 @@ class RunFolder:
         *,
         resume: bool = False,
         pay: Callable[[str], object] | None = None,
+        schema: Mapping[str, Any] | None = None,
     ) -> None:
         """`pay` is asked once the folder is known to be free, and may refuse; then nothing is written."""
         self.path = Path(path)
@@ -115,15 +128,16 @@ class RunFolder:
             if not isinstance(value, torch.Tensor):
                 raise Refusal(f"the model's state holds {name}, a {type(value).__name__}; only tensors can be saved")
         self.ledger = self.path / "ledger.jsonl"
-        found = [name for name in FILES if os.path.lexists(self.path / name)]
-        if found and not resume:
-            raise Refusal(f"{path} already holds a run ({found[0]}); {what_instead(path)}")
+        if not resume:
+            refuse_taken(path)
         if resume and not self.ledger.exists():
             raise Refusal(f"{path} holds no run to resume")
         try:
             new = not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
             self._paid(pay, new)
+            if schema is not None:
+                self._write(SCHEMA, schema)
             write_durably(self.path / "plan.json", plan.to_json().encode() + b"\n")
             self._write(
                 "run.json", {"format": FORMAT, "status": "running", "method": plan.method, "config": dict(config)}
@@ -179,7 +193,7 @@ class RunFolder:
         names = ("model.safetensors", "support.safetensors")
         for name in names:
             shutil.copymode(self.path / "plan.json", self.path / name)
-        kept = [*names, *([WARMUP] if (self.path / WARMUP).exists() else [])]
+        kept = [*names, *(name for name in (WARMUP, SCHEMA) if (self.path / name).exists())]
         ledger.close(run.status, {name: sha256_of(self.path / name) for name in kept})
         run.facts = replace(run.facts, ended=ledger.ended)
         self.describe(run)
@@ -192,6 +206,35 @@ class RunFolder:
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
         write_durably(self.path / name, json.dumps(values, indent=2).encode() + b"\n")
+
+
+def schema_in(path: str | Path) -> dict[str, Any] | None:
+    """The schema of the table that a run was trained on, as its ledger names it; None if there was none."""
+    folder = Path(path)
+    end = read_ledger(folder / "ledger.jsonl").end or {}
+    named = dict(end.get("files") or {}).get(SCHEMA)
+    if named is None:
+        return None
+    if not (folder / SCHEMA).is_file() or sha256_of(folder / SCHEMA) != named:
+        raise Refusal(f"{folder / SCHEMA} is not the schema that the run was trained with")
+    return _kept_schema(folder)
+
+
+def refuse_another_schema(path: str | Path, schema: Mapping[str, Any] | None) -> None:
+    """Refuse to go on with a run whose table was read in another way: as text, in which the order of columns counts."""
+    kept = _kept_schema(Path(path)) if (Path(path) / SCHEMA).exists() else None
+    if json.dumps(kept) != json.dumps(None if schema is None else dict(schema)):
+        raise Refusal(
+            f"the schema is not the one that the run in {path} was begun with, which is in {Path(path) / SCHEMA}: put its values back, or begin "
+            "another run"
+        )
+
+
+def _kept_schema(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / SCHEMA).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise Refusal(f"{folder / SCHEMA} cannot be read: {error}") from error
 
 
 def save_weights(model: nn.Module, path: Path, metadata: dict[str, str]) -> None:
@@ -267,15 +310,17 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
 
 
 def _own_network(reference: object) -> nn.Module:
-    """The network that a run of the command line names as tptopk.models.…:function."""
-    module, _, function = str(reference).partition(":")
-    if not module.startswith("tptopk.models."):
+    """The network that a run of the command line names as tptopk.models.…:function, or …:function(14, 2)."""
+    found = re.fullmatch(r"(tptopk\.models\.\w+):(\w+)(?:\((\d+(?:, *\d+)*)\))?", str(reference))
+    if found is None:
         raise Refusal(
             f"the run's model is {reference!r}, which is not one of the library's own; give the network, so that no code is run "
             "because a file says so: tptopk.load(folder, model), or --model package.module:factory"
         )
+    module, function, numbers = found.groups()
+    arguments = [int(number) for number in numbers.split(",")] if numbers else []
     try:
-        network = getattr(importlib.import_module(module), function)()
+        network = getattr(importlib.import_module(module), function)(*arguments)
     except (ImportError, AttributeError, TypeError) as error:
         raise Refusal(f"the run's model {reference!r} cannot be built: {error}") from error
     assert isinstance(network, nn.Module)

@@ -41,7 +41,7 @@ from tptopk.training.loop import Loop
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.metrics import Metrics, StepRecord, metrics_of
 from tptopk.training.rows import RowRecords, Views
-from tptopk.training.run import Run, RunFolder, ledger_facts
+from tptopk.training.run import Run, RunFolder, ledger_facts, refuse_another_schema
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
 from tptopk.training.standardize import Standardize, check_queries
 from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow, resumed
@@ -88,6 +88,7 @@ def fit(
     on_step: Metrics | Callable[[StepRecord], object] | None = None,
     on_private_gradient: Callable[[PrivateGradient], None] | None = None,
     config: Mapping[str, Any] | None = None,
+    schema: Mapping[str, Any] | None = None,
 ) -> Run:
     """Train `model` in place by `plan` and return the run.
 
@@ -123,6 +124,8 @@ def fit(
     `on_step`: a function, called after every step with its `StepRecord`; or `tptopk.training.metrics.Metrics`, an object whose
     `step(record)` and `end(run)` are called, such as `JsonLines(path)`. `on_private_gradient`: given every private gradient before
     the model moves by it; what is made of it without looking at the data again costs nothing.
+    `config` and `schema`: plain values to keep in the folder: settings, and what you declared of a table's columns. `resume` refuses
+    another schema. They are public: nothing computed from the records belongs in them.
 
     Formal guarantees: the sequence of private gradients, and so the model and everything else returned except the
     metrics on `test_set`, is (`run.epsilon`, `plan.delta`)-DP for the records of `train_set`, as `run.statement()`
@@ -207,10 +210,11 @@ def fit(
     warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)
     folder = None
-    described = describe(out, model, config or {})
+    described = describe(out, model, config or {}, schema)
     with team.together():
         if team.is_first:
             if resume and out is not None:
+                refuse_another_schema(out, schema)
                 ledger = resumed(
                     Path(out),
                     plan,
@@ -222,7 +226,7 @@ def fit(
                 streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
             pay = None if account is None else partial(pay_once if resume else charge_account, account, plan)
             if out is not None:
-                folder = RunFolder(out, model, plan, config or {}, resume=resume, pay=pay)
+                folder = RunFolder(out, model, plan, config or {}, resume=resume, pay=pay, schema=schema)
             elif pay is not None:
                 pay("")
             if not resume:

@@ -18,8 +18,9 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, charged_segments, facts_of, statement
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.begun import how_to_resume
+from tptopk.training.begun import how_to_resume, run_folder
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
+from tptopk.training.run import SCHEMA
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
 UNCHECKED = (
@@ -103,7 +104,7 @@ def _facts(record: LedgerRecord, folder: Path, verdict: Verdict) -> Facts:
 
 def warmup_in(path: str | Path) -> WarmUp:
     """The warm-up that a run kept for advice; refused where it is not the file that the run's ledger names."""
-    folder = Path(path)
+    folder = run_folder(path)
     record = read_ledger(folder / "ledger.jsonl")
     if not (folder / WARMUP).exists():
         raise Refusal(
@@ -193,6 +194,8 @@ def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
         return
     files = record.end.get("files")
     optional = [WARMUP] if isinstance(files, dict) and WARMUP in files else []
+    if (folder / SCHEMA).exists() or (isinstance(files, dict) and SCHEMA in files):
+        optional.append(SCHEMA)
     for name in ("model.safetensors", "support.safetensors", *optional):
         what = name.partition(".")[0]
         try:

@@ -1,0 +1,98 @@
+"""The command that uses a trained model: predict."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import nn
+
+from tptopk.cli.options import DataDir, ImageMode, ImageSize, TableSchema, app, image_progress
+from tptopk.data.sources import is_table, read_source_inputs
+from tptopk.data.tables import Schema, read_schema, schema_from
+from tptopk.privacy.refusal import Refusal
+from tptopk.settings import build
+from tptopk.training.begun import config_of
+from tptopk.training.run import SCHEMA, load, schema_in
+
+
+@app.command()
+def predict(
+    run: Annotated[str, typer.Argument(help="a run folder")],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="a .npz file with x or x_test, a table, a folder of images or a benchmark (its test set); the embedded test "
+            "digits if the run was trained on those",
+            show_default=False,
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+    schema: TableSchema = None,
+    image_size: ImageSize = None,
+    image_mode: ImageMode = "RGB",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="package.module:factory; needed unless the run names one of the library's networks or a file of this folder",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Predict with a trained model.
+
+    Print a line a record: its number, its most likely class, and that class's probability.
+    """
+    trained = load(run, _network(run, model))
+    if data is None and trained.config.get("data") not in (None, "digits"):
+        raise Refusal(f"give --data, the records to predict for: {run} was trained on {trained.config['data']}")
+    known = _schema_of(run, schema)
+    source = data or "digits"
+    with image_progress() as on_image:
+        inputs = read_source_inputs(
+            source,
+            data_dir=data_dir,
+            schema=known if known is not None and is_table(source) else schema,
+            image_size=image_size,
+            image_mode=image_mode,
+            on_image=on_image,
+        )
+    names = dict(enumerate(() if known is None else known.classes))
+    lines = csv.writer(sys.stdout, lineterminator="\n")
+    lines.writerow(["record", "class", "probability"])
+    with torch.no_grad():
+        for start in range(0, len(inputs), 1000):
+            probability, predicted = trained.model(inputs[start : start + 1000]).softmax(1).max(1)
+            for row, (c, p) in enumerate(zip(predicted.tolist(), probability.tolist(), strict=True), start):
+                lines.writerow([row, names.get(c, c), f"{p:.4f}"])
+
+
+def _network(run: str, given: str | None) -> nn.Module | None:
+    """The network given, or one in a file of the current folder that the run names; None leaves it to `load`, which builds the library's own.
+
+    No other code is run because a file says so, nor a file that came with the run.
+    """
+    if given is not None:
+        return build(given)
+    named = str((config_of(run) or {}).get("model"))
+    module = named.partition(":")[0]
+    in_the_run = Path.cwd().resolve().is_relative_to(Path(run).resolve())
+    own = module.isidentifier() and Path(f"{module}.py").is_file() and not in_the_run
+    return build(named) if own else None
+
+
+def _schema_of(run: str, given: str | None) -> Schema | None:
+    """The schema that the run was trained with, or the one given for a run that kept none; another is refused."""
+    kept, other = schema_in(run), None if given is None else read_schema(given)
+    if kept is None:
+        return other
+    known = schema_from(kept, Path(run) / SCHEMA)
+    if other is not None and not other.same_as(known):
+        raise Refusal(
+            f"{given} is not the schema that the model was trained with, which is in {Path(run) / SCHEMA}: leave out --schema"
+        )
+    return known
