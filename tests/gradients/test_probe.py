@@ -351,3 +351,24 @@ def test_after_a_tie_two_other_batches_must_pass(wrong, chosen, monkeypatch):
     monkeypatch.setattr(probe, "per_example_gradients", tied)
     like = (torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
     assert choose_engine(nn.Linear(4, 2), F.cross_entropy, like) == chosen
+
+
+@pytest.mark.parametrize(
+    ("channels", "shape", "hint"),
+    [
+        (1, (28, 28), r"layer 'body.1' \(Conv2d\) takes images as \(1, height, width\).*x\[:, None\] adds the channel"),
+        (1, (28, 28, 1), r"takes images as \(1, height, width\) and these are \(28, 28, 1\).*moveaxis\(x, -1, 1\)"),
+        (3, (28, 28, 3), r"takes images as \(3, height, width\) and these are \(28, 28, 3\).*moveaxis\(x, -1, 1\)"),
+        (3, (28, 28), None),  # grey images for a network of colours: what was meant is not known
+        (3, (1, 28, 28), None),
+    ],
+)
+def test_images_without_channels_first_are_told_how_to_be(channels, shape, hint):
+    model = nn.Sequential()
+    model.body = nn.Sequential(
+        nn.Identity(), nn.Conv2d(channels, 2, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 2)
+    )
+    like = (torch.zeros(1, *shape), torch.zeros(1, dtype=torch.long))
+    with pytest.raises(Refusal, match=hint or "made-up examples") as refused:
+        choose_engine(model, F.cross_entropy, like)
+    assert hint is not None or "Conv2d" not in str(refused.value)

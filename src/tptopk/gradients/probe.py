@@ -157,7 +157,22 @@ def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
     shapes = [tuple(t.shape[1:]) for t in tensors_of(like)]
     raise Refusal(
         f"the model or the loss failed on made-up examples of the data's shapes {shapes}: {type(problem).__name__}: {problem}"
+        + _channels_first(model, shapes[0] if shapes else ())
     ) from problem
+
+
+def _channels_first(model: nn.Module, shape: tuple[int, ...]) -> str:
+    """What to do where the first layer is a convolution, and images of `shape` have no channel or have it last."""
+    layers = ((name, m) for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None)
+    name, layer = next(layers, ("", model))
+    if not isinstance(layer, nn.Conv2d):
+        return ""
+    takes = f"; layer {name!r} (Conv2d) takes images as ({layer.in_channels}, height, width) and these are {shape}: "
+    if len(shape) == 2 and layer.in_channels == 1:
+        return takes + "x[:, None] adds the channel"
+    if len(shape) == 3 and shape[2] == layer.in_channels != shape[0]:
+        return takes + "put the channels first, by numpy.moveaxis(x, -1, 1)"
+    return ""
 
 
 def lasting_tensors(model: nn.Module) -> dict[str, Tensor]:
