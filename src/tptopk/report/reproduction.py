@@ -63,14 +63,17 @@ def _draw_pipeline(found: Mapping[str, Outcomes], path: Path) -> bool:
 def document(
     found: Mapping[str, Outcomes], tuning: Mapping[str, list[dict[str, Any]]], figures: set[str], *, quick: bool
 ) -> str:
-    option = " --quick" if quick else " --device cuda"
+    def option(outcomes: Outcomes) -> str:
+        """As the runs that are there were run."""
+        on_cpu = {run.get("device") for run in outcomes.runs} == {"cpu"}
+        return " --quick" if quick else "" if on_cpu else " --device cuda"
 
     def section(title: str, target: str, name: str, *body: str) -> list[str]:
         outcomes = found[name]
         state = f"{outcomes.there} of {outcomes.wanted} runs are there"
         if outcomes.outdated:
             state += f"; {outcomes.outdated} lines of outdated recipes are not shown"
-        return [f"## {title}", f"`tptopk reproduce {target}{option}`: {state}.", *body]
+        return [f"## {title}", f"`tptopk reproduce {target}{option(outcomes)}`: {state}.", *body]
 
     def picture(name: str, words: str) -> str:
         return f"![{words}]({name}.png)" if name in figures else f"{NOT_RUN}."
@@ -120,7 +123,7 @@ def document(
         ),
         *section("Where gradient energy lies", "figure-energy", "diagnostics", picture("energy", "Energy of the true gradient by coordinates, and what supports hold of it")),
         "## The two phases",
-        f"`tptopk reproduce figure-pipeline{option}`, from the numbers of one run in `main.jsonl`.",
+        f"`tptopk reproduce figure-pipeline{option(main)}`, from the numbers of one run in `main.jsonl`.",
         picture("pipeline", "The two phases with the numbers of a run"),
         "## Privacy of these runs",
         "ε of each cell, the largest over its runs: by privacy loss distributions (dp-accounting), by the project's own accountant, and by RDP, which the paper uses. "
