@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.data.made import make_image, make_medmnist
+from tptopk.cli.loading import COMMANDS, command_named
 from tptopk.privacy.plan import Plan
 from tptopk.training.run import load
 from tptopk.training.trainer import fit
@@ -84,6 +85,15 @@ def test_json_is_one_object(tptopk, tmp_path):
     assert plan["epsilon"]["pld"] <= plan["epsilon"]["rdp"] <= plan["epsilon"]["rdp-paper"]
 
 
+def test_all_but_predict_and_data_speak_json(tptopk, tmp_path):
+    opened = json.loads(tptopk("account", "open", "a.account", "--epsilon", "6", "--json", cwd=tmp_path).stdout)
+    assert opened["epsilon"] == 6 and opened["runs"] == []
+    for name in set(COMMANDS) - {"predict", "data"}:
+        command = command_named(name)
+        for one in getattr(command, "commands", {name: command}).values():
+            assert "--json" in {option for parameter in one.params for option in parameter.opts}, one.name
+
+
 def test_plan_touches_no_data(tptopk, tmp_path):
     done = tptopk(
         "plan", "--data", "nowhere.npz", "--dataset-size", "5000", "--coordinates", "1000000", *QUICK, cwd=tmp_path
@@ -145,6 +155,7 @@ def test_a_config_file_says_the_same_words(tptopk, own):
         (["train", "--metod", "dp-sgd"], "--method"),
         (["trian"], "train"),
         (["train", "--method", "dpsgd"], "did you mean 'dp-sgd'"),
+        (["train", "--unit", "patient_id"], 'unit = "patient_id"'),
         (["train", "--epsilon", "0"], "epsilon is 0"),
         (["train", "--epsilon", "nan"], "epsilon is nan"),
         (["train", "--epsilon", "three"], "--epsilon"),

@@ -164,3 +164,5 @@ def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk,
         status, out, error = tptopk("reproduce", *words, "--quick")
         assert status == 0, error
         assert (tmp_path / "results/quick/reproduction.md").read_text() == document
+    status, out, _ = tptopk("reproduce", "all", "--render", "--quick", "--json")
+    assert json.loads(out)["document"] == "results/quick/reproduction.md"

@@ -285,3 +285,12 @@ def test_a_step_whose_update_fails_stays_charged(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, loader)
     assert len(engine.accountant) == 1
+
+
+def test_a_noise_multiplier_where_the_noise_is_calibrated_is_sent_to_the_call_that_takes_one():
+    model = network()
+    with pytest.raises(Refusal, match="make_private takes a noise_multiplier"):
+        PrivacyEngine().make_private_with_epsilon(
+            module=model, optimizer=sgd(model), data_loader=loader_of(), target_epsilon=1.0, target_delta=1e-5, epochs=1,
+            max_grad_norm=1.0, noise_multiplier=1.0,
+        )  # fmt: skip

@@ -23,7 +23,6 @@ import tptopk
 from tptopk.privacy.ledger import read_ledger
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.randomness import Streams
-from tptopk.privacy.refusal import Refusal
 from tptopk.training.distributed import Team
 from tptopk.training.verify import verify
 
@@ -158,6 +157,8 @@ def test_what_one_process_refuses_all_refuse(tmp_path):
     found = end(tmp_path / "a", begin(tmp_path / "a", 2, other_data))
     assert "has 61" in found[1]["error"] and "could not begin" in found[0]["error"]
     assert not (tmp_path / "run").exists()
+    found = end(tmp_path / "d", begin(tmp_path / "d", 2, lambda rank: train(rank, "dp-sgd", train_set=data(61))))
+    assert found[0]["error"].startswith("Refusal: ") and found[1]["error"].startswith("SaidElsewhere: "), found
     plans = [plan("dp-sgd"), plan("dp-sgd", epsilon=2.0)]
     found = end(tmp_path / "b", begin(tmp_path / "b", 2, lambda rank: train(rank, "dp-sgd", numbers=plans[rank])))
     assert all("different plans" in one["error"] or "could not begin" in one["error"] for one in found), found
@@ -227,4 +228,12 @@ def test_annealing_is_for_one_process(tmp_path):
         queries=settings.queries(12, 0.2),
     )  # fmt: skip
     found = end(tmp_path, begin(tmp_path, 2, lambda rank: train(rank, "dp-sgd", numbers=numbers, annealing=settings)))
-    assert all(Refusal.__name__ in one["error"] for one in found)
+    assert all("train it in one process" in one["error"] for one in found)
+
+
+@pytest.mark.slow
+def test_a_refusal_under_torchrun_is_said_once_and_again_in_its_summary(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tptopk", "train"]
+    done = subprocess.run([*command, "--epsilon", "0"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and done.stderr.count("error: epsilon is 0") == 1
+    assert "Refusal: epsilon is 0" in done.stderr[done.stderr.index("Root Cause") :]

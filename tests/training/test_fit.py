@@ -373,6 +373,8 @@ def part(model):
         ({"loss": 3}, "loss is 3"),
         ({"scaler": object()}, "no gradient scaler"),
         ({"schedular": None}, "did you mean 'scheduler'"),
+        ({"epsilon": 3.0}, "it belongs to the plan: Plan.calibrate\\(…, epsilon=…\\)"),
+        ({"noise_multiplier": 3.0}, "it belongs to the plan: Phase"),
         ({"engine": "fast"}, "unknown engine"),
         ({"precision": "fp16"}, "unknown precision"),
         ({"score": "papr"}, "did you mean 'paper'"),

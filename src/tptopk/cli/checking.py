@@ -99,12 +99,16 @@ def open_(
     path: Annotated[str, typer.Argument(help="the new account's file")],
     epsilon: Annotated[float, typer.Option(help="budget ε of all runs together")],
     delta: Annotated[float, typer.Option(help="δ of the budget")] = 1e-5,
+    json_: AsJson = False,
 ) -> None:
     """Open an account for a dataset.
 
     It is a budget that several runs share.
     """
     account = open_account(path, epsilon, delta)
+    if json_:
+        print(json.dumps(account_values(account)))
+        return
     print(
         f"{path}: ε = {account.epsilon:g} at δ = {account.delta:g} for all runs, added up at Rényi order {account.order:g}"
     )

@@ -10,6 +10,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_group
 
+from tptopk.privacy.refusal import Refusal
+
 # In the order of --help: each command, the file here that adds it to `app`, and what it does in a line.
 COMMANDS = {
     "train": ("training", "Train a model privately."),
@@ -26,6 +28,13 @@ COMMANDS = {
     "reproduce": ("reproducing", "Run and write the paper's tables."),
     "report": ("reporting", "Write one page about runs."),
 }
+
+
+UNIT = 'is for the table\'s schema: unit = "patient_id" and most-rows = 3; in Python, tptopk.fit(unit=ids, most_rows=3)'
+ELSEWHERE = {
+    "--unit": f"--unit {UNIT}",
+    "--most-rows": f"--most-rows {UNIT}",
+}  # words that are right, and stand elsewhere
 
 
 class Commands(TyperGroup):
@@ -45,6 +54,14 @@ class Commands(TyperGroup):
 
 class Grouped(TyperCommand):
     """A command whose options stand in groups in its help, by their `rich_help_panel`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has no public name for an option that there is not
+            if getattr(error, "option_name", None) in ELSEWHERE:
+                raise Refusal(ELSEWHERE[error.option_name]) from error  # type: ignore[attr-defined]
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tptopk.cli.options import app
+from tptopk.cli.options import AsJson, app
 from tptopk.experiments import recipes, reproduce, support_quality
 from tptopk.privacy.refusal import Refusal, nearest
 from tptopk.report.reproduction import is_drawn, write
@@ -40,6 +41,7 @@ def reproduce_(
     part: Annotated[
         str, typer.Option(help="only the second of six shares of the runs, as 2/6; nothing is written but runs")
     ] = "1/1",
+    json_: AsJson = False,
 ) -> None:
     """Run and write the paper's tables.
 
@@ -60,10 +62,13 @@ def reproduce_(
             run = _judged_supports if name == "diagnostics" else None
             reproduce.run_all(wanted, file, data_dir, device, _progress(name, len(wanted), _left(wanted, file)), run)
     if shares > 1 and not render:
+        if json_:
+            print(json.dumps({"document": None, "warnings": []}))
         return
-    for complaint in write(folder, path, quick=quick):
+    complaints = list(write(folder, path, quick=quick))
+    for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
-    print(path)
+    print(json.dumps({"document": str(path), "warnings": complaints}) if json_ else path)
 
 
 def _judged_supports(r: recipes.Recipe, data_dir: str | None, device: str) -> list[dict[str, Any]]:

@@ -21,6 +21,10 @@ class UnknownKeyword(Refusal, TypeError):
     """An argument that no parameter of the called function has."""
 
 
+class SaidElsewhere(Refusal):
+    """What another of several processes refused, and says."""
+
+
 class PrivacyWarning(UserWarning):
     """Something that a person who answers for the guarantee should read."""
 
@@ -32,7 +36,7 @@ class SlowCalibration(PrivacyWarning):
 def nearest(word: str, choices: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'tp-topk'?``, or the list of choices when nothing is near."""
     choices = list(choices)
-    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else f"; it is one of: {', '.join(sorted(choices))}"
 
 
@@ -62,6 +66,22 @@ def check_count(name: str, value: int, *, least: int = 1) -> None:
         raise Refusal(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 
+OF_THE_PLAN = (
+    "epsilon", "delta", "epochs", "steps", "batch_size", "dataset_size", "active_ratio", "warmup", "warmup_budget", "clip_norm",
+    "accountant", "noise_multiplier", "method",
+)  # fmt: skip
+
+
+def _at_home(word: str, names: Iterable[str]) -> str:
+    """Where a word belongs that is right and stands in the wrong call; nothing for other words."""
+    if "plan" in names and word in OF_THE_PLAN:
+        where = "Phase" if word == "noise_multiplier" else "Plan.calibrate"
+        return f"; it belongs to the plan: {where}(…, {word}=…)"
+    if "target_epsilon" in names and word == "noise_multiplier":
+        return "; the noise is calibrated to target_epsilon here, and make_private takes a noise_multiplier"
+    return ""
+
+
 def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Turn Python's bare TypeError for a mistyped keyword into one that names the nearest."""
     names = [n for n, p in inspect.signature(function).parameters.items() if p.kind is not p.VAR_KEYWORD]
@@ -75,7 +95,8 @@ def refuse_unknown_keywords(function: Callable[P, R]) -> Callable[P, R]:
                     "they are clipped; use precision='bf16', which needs none"
                 )
             if word not in names:
-                raise UnknownKeyword(f"{function.__name__} has no argument {word!r}{nearest(word, names)}")
+                hint = _at_home(word, names) or nearest(word, names)
+                raise UnknownKeyword(f"{function.__name__} has no argument {word!r}{hint}")
         return function(*args, **kwargs)
 
     return checked

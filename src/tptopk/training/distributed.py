@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tptopk.privacy.plan import Plan
-from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.refusal import Refusal, SaidElsewhere
 
 
 @contextmanager
@@ -101,18 +101,21 @@ class Team:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What one process refuses, all refuse, instead of waiting for it for ever."""
+        """What one process refuses, all refuse, instead of waiting for it for ever; what several refuse, the first of them says."""
         problem: BaseException | None = None
         try:
             yield
         except BaseException as error:
             problem = error
         if self.size > 1:
-            failed = torch.tensor([0 if problem is None else 1])
-            failed = failed.to(self._device())
+            failed = torch.zeros(self.size, dtype=torch.long, device=self._device())
+            failed[self.rank] = problem is not None
             dist.all_reduce(failed)
-            if int(failed) and problem is None:
-                raise Refusal(f"{int(failed)} of the {self.size} processes could not begin; see what they say")
+            speaker = int(failed.argmax())
+            if bool(failed.any()) and problem is None:
+                raise SaidElsewhere(f"process {speaker} of 0 to {self.size - 1} could not begin; see what it says")
+            if isinstance(problem, Refusal) and speaker != self.rank:
+                raise SaidElsewhere(str(problem)) from problem
         if problem is not None:
             raise problem
 
