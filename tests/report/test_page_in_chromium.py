@@ -129,6 +129,15 @@ def test_fits_the_width_of_a_phone(browser, pages, name, width):
     assert smallest > 0.7 * min(width, 400)
 
 
+def test_on_a_phone_no_table_hides_a_column(browser, pages):
+    browser.open(pages["several"], width=390, height=844)
+    browser.run("document.getElementById('details').click()")
+    hidden = "[...document.querySelectorAll('.scroll')].filter(box => box.scrollWidth > box.clientWidth + 1).length"
+    assert browser.run("document.querySelectorAll('.scroll').length") > 5 and browser.run(hidden) == 0
+    label = "getComputedStyle(document.querySelector('td[data-label]'), '::before').content"
+    assert browser.run(label) == '"runs"'
+
+
 def test_prints_everything_to_pdf(browser, pages):
     browser.open(pages["one"])
     printed = browser.pdf()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from tests.report.runs import make_run
+from tptopk.cli import main
 from tptopk.privacy.account import charge_account, open_account
-from tptopk.privacy.plan import Plan
+from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.report.terminal import (
     TrainingProgress,
     account_values,
@@ -146,3 +149,13 @@ def test_advice_begins_with_the_verdict_and_what_to_type():
     assert said(print_advice, advice(verdict="stay dense")).startswith("Verdict: stay dense. Use --method dp-sgd.")
     restrict = advice(verdict="restrict", active_ratio=0.1, score="factored", learning_rate=(1.5, 3.0))
     assert "Use --method tp-topk --active-ratio 0.1 --score factored" in said(print_advice, restrict).splitlines()[0]
+
+
+def test_a_warning_is_said_once_a_command(tmp_path, monkeypatch, capsys):
+    with pytest.warns(PrivacyWarning, match="delta = 0.01"):
+        folder = make_run(tmp_path / "loose", delta=0.01)
+    monkeypatch.setattr(sys, "argv", ["tptopk", "verify", str(folder)])
+    monkeypatch.setattr("warnings.showwarning", lambda *rest, **more: None)  # `main` puts its own in place
+    with warnings.catch_warnings(), pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.count("warning: delta = 0.01") == 1

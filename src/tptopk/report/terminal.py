@@ -333,6 +333,7 @@ def print_audits(found: Sequence[Any], console: Console) -> None:
             f"[bold]{verdict}: {escape(result.name)}[/]: by attack ε is at least {bound:.3f} ({method}; wrong {result.verdict_rate:g} of the "
             f"time at most), and {result.claimed:.3f} is claimed"
         )
+        counted = f"{result.observations:,} observations counted"
         if result.verdict_rate != result.error_rate:
             bounds = ", ".join(f"{value:.3f} by {name}" for name, value in result.bounds.items())
             above = any(value > result.claimed for value in result.bounds.values())
@@ -340,9 +341,8 @@ def print_audits(found: Sequence[Any], console: Console) -> None:
                 "; now and then one of these is above the claim by chance, and they decide nothing" if above else ""
             )
             console.print(f"  wrong {result.error_rate:g} of the time at most: at least {bounds}{chance}")
-        console.print(
-            f"  {result.observations:,} observations counted, with and without the record; others chose what to look at"
-        )
+            counted += ", with and without the record; others, before them, chose what to look at"
+        console.print(f"  {counted}")
 
 
 def print_advice(advice: Advice, console: Console) -> None:
