@@ -153,10 +153,8 @@ class TrainerSteps:
         support = self.policy.support(*place)
         private = self._mechanism.private_gradient(self.parts(batch), support, *place)
         self.policy.observe(private)
-        if self._warmup is not None and place[0] == 0:
-            self._warmup.add(private)
-            if self._warmup.complete:
-                self._folder.keep_warmup(self._warmup)
+        if self._warmup is not None:
+            self._folder.take_in(self._warmup, private)
         norm = float(nn.utils.get_total_norm(private.values.values()))
         rate = float(self._optimizer.param_groups[0]["lr"])
         self._updater.apply(private.values, support)
