@@ -30,6 +30,7 @@ from tptopk.privacy.statement import statement
 from tptopk.training import checkpoint
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
 from tptopk.training.mechanism import Mechanism
+from tptopk.training.run import schema_in
 from tptopk.training.updates import Updater
 from tptopk.training.verify import facts_in, verify
 
@@ -269,6 +270,30 @@ def test_wrong_ways_to_resume_are_refused(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_a_run_is_resumed_by_its_own_schema_alone(tmp_path):
+    schema = {"target": "ill", "numeric": {"age": [0.0, 120.0], "dose": [0.0, 5.0]}}
+    stopped(tmp_path / "run", 6, schema=schema)
+    before = (tmp_path / "run" / "ledger.jsonl").read_bytes()
+    swapped = {"target": "ill", "numeric": {"dose": [0.0, 5.0], "age": [0.0, 120.0]}}  # the inputs in another order
+    for other in (None, swapped, {**schema, "target": "well"}):
+        with pytest.raises(Refusal, match="the schema is not the one that the run"):
+            run(tmp_path / "run", resume=True, schema=other)
+    assert (tmp_path / "run" / "ledger.jsonl").read_bytes() == before
+    run(tmp_path / "run", resume=True, schema=schema)
+    assert schema_in(tmp_path / "run") == schema and verify(tmp_path / "run").holds
+    (tmp_path / "run" / "schema.json").unlink()
+    assert not verify(tmp_path / "run").holds
+    with pytest.raises(Refusal, match="not the schema that the run was trained with"):
+        schema_in(tmp_path / "run")
+
+
+def test_a_schema_of_somebody_s_is_not_written_over(tmp_path):
+    (tmp_path / "schema.json").write_text("mine")
+    with pytest.raises(Refusal, match="already holds a run .schema.json."):
+        run(tmp_path, schema={"target": "ill"})
+    assert (tmp_path / "schema.json").read_text() == "mine"
+
+
 def test_a_run_folder_behind_a_link_and_one_that_cannot_be_written(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -321,7 +321,7 @@ def _own_network(reference: object) -> nn.Module:
     arguments = [int(number) for number in numbers.split(",")] if numbers else []
     try:
         network = getattr(importlib.import_module(module), function)(*arguments)
-    except (ImportError, AttributeError, TypeError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise Refusal(f"the run's model {reference!r} cannot be built: {error}") from error
     assert isinstance(network, nn.Module)
     return network
