@@ -54,3 +54,10 @@ def test_constant_columns_are_found():
     ]
     assert findings((inputs[:0], torch.zeros(0, dtype=torch.long))) == ["there are no records"]
     assert findings((torch.zeros(3, 1, 4, 4), torch.zeros(3, dtype=torch.long))) == ["all records have the same inputs"]
+
+
+@pytest.mark.parametrize(("bad", "words"), [(1, "1 record has"), (2, "2 records have")])
+def test_one_record_is_not_several(bad, words):
+    inputs = torch.rand(5, 4)
+    inputs[:bad, 0] = torch.nan
+    assert findings((inputs, torch.arange(5))) == [f"{words} inputs that are not finite and will contribute nothing"]

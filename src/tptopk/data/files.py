@@ -119,7 +119,8 @@ def findings(pair: Pair, classes: int | None = None, schema: Schema | None = Non
     if inputs.is_floating_point():
         bad = int((~torch.isfinite(inputs.flatten(1))).any(1).sum())
         if bad:
-            found.append(f"{bad} records have inputs that are not finite; they will contribute nothing")
+            whose = "1 record has" if bad == 1 else f"{bad} records have"
+            found.append(f"{whose} inputs that are not finite and will contribute nothing")
         constant = inputs.flatten(1)
         if len(constant) > 1 and bool((constant == constant[0]).all()):
             found.append("all records have the same inputs")
