@@ -128,9 +128,10 @@ def test_a_resumed_run_keeps_one_whole_warm_up(tmp_path, stop):
 def test_advise_runs_and_charges_a_warm_up_of_its_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, shown, errors = command(monkeypatch, capsys, "advise", *QUICK, "--plot", "advice.png")
-    assert code == 0 and errors == ""
-    for word in ("noise saved", "misranking", "charged: ε = ", "runs/advise-1", "progress"):
+    assert code == 0 and errors in ("", "calibrating the noise …\n")  # said on a slow machine
+    for word in ("noise saved", "misranking", "charged: ε = ", "runs/advise-1", "progress", "wrote advice.png"):
         assert word in shown, word
+    assert shown.startswith("Verdict: ")
     assert any(verdict in shown for verdict in ("restrict", "stay dense", "cannot tell"))
     assert (tmp_path / "advice.png").read_bytes()[:4] == b"\x89PNG"
     record = read_ledger(tmp_path / "runs" / "advise-1" / "ledger.jsonl")
@@ -163,6 +164,7 @@ def test_advise_on_a_finished_run_costs_nothing(tmp_path, monkeypatch, capsys):
         (["--accountant", "rdp", "--steps", "10"], "at least 8"),
     ):
         code, _, errors = command(monkeypatch, capsys, "advise", *words)
+        errors = errors.removeprefix("calibrating the noise …\n")  # said on a slow machine
         assert code == 2 and expected in errors and len(errors.splitlines()) == 1, (words, errors)
     path = tmp_path / "runs" / "tp-topk-1" / FILE
     path.write_bytes(bytes(np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8)))
