@@ -15,6 +15,7 @@ from tptopk.cli.options import GROUPS
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.settings import Settings
+from tptopk.supports.advice import LEVEL
 
 AT_ONCE = """
 import sys
@@ -31,13 +32,16 @@ print("heavy", sorted(dict.fromkeys(("torch", "scipy", "dp_accounting", "sklearn
 
 def test_versions_help_and_typos_do_not_wait_for_pytorch(tmp_path):
     wrong = [["trian"], ["train", "--epsilom", "3"], ["compare", "--method", "dp-sgd"], ["plan", "--device", "cpu"]]
-    words = [["--version"], ["--help"], ["train", "--help"], *wrong]
+    wrong += [["verify", "nowhere"], ["statement", "nowhere"], ["predict", "nowhere"], ["advise", "nowhere"]]
+    helped = [[name, "--help"] for name in COMMANDS]
+    words = [["--version"], ["--help"], ["data", "check", "--help"], *helped, *wrong]
     done = subprocess.run(
         [sys.executable, "-c", AT_ONCE.format(words=words)], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stdout.count("exit 0") == 3 and done.stdout.count("exit 2") == len(wrong)
+    assert done.stdout.count("exit 0") == len(words) - len(wrong) and done.stdout.count("exit 2") == len(wrong)
+    assert "verify [OPTIONS] RUN\n" in done.stdout and "advise [OPTIONS] [RUN]\n" in done.stdout
     assert "Did you mean 'train'" in done.stderr and "--epsilon" in done.stderr and "--methods" in done.stderr
-    assert done.stdout.endswith("heavy []\n")
+    assert done.stdout.endswith("heavy []\n") and done.stderr.count("there is no run in nowhere") == 4
 
 
 def test_everything_public_is_there_when_it_is_asked_for():
@@ -46,6 +50,11 @@ def test_everything_public_is_there_when_it_is_asked_for():
     assert all(getattr(tptopk, name) is not None for name in tptopk.__all__) and set(tptopk.__all__) <= set(dir(tptopk))
     with pytest.raises(AttributeError, match="no attribute 'fitt'"):
         tptopk.fitt  # noqa: B018
+
+
+def test_advice_has_one_usual_level_on_the_command_line_and_in_python():
+    (level,) = (parameter for parameter in command_named("advise").params if parameter.name == "level")
+    assert level.default == LEVEL
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from tptopk.cli.options import AsJson, Seed, app, with_settings
-from tptopk.cli.running import calibrated, free_folder, train
-from tptopk.privacy.accounting import round_up
-from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
-from tptopk.report.plots import advice_figure
-from tptopk.report.terminal import print_advice
 from tptopk.settings import Settings
-from tptopk.supports.advice import FEWEST_STEPS, LEVEL, advise
-from tptopk.supports.warmup import FILE, WarmUp
-from tptopk.training.checkpoint import write_durably
-from tptopk.training.verify import warmup_in
+from tptopk.training.begun import run_folder
+
+if TYPE_CHECKING:
+    from tptopk.supports.warmup import WarmUp
 
 
 @app.command(name="advise")
@@ -31,6 +26,7 @@ def advise_(
     run: Annotated[
         str | None,
         typer.Argument(
+            metavar="RUN",
             help="folder of a run with a warm-up; without it, a warm-up of these settings is run and charged",
             show_default=False,
         ),
@@ -38,7 +34,7 @@ def advise_(
     ratios: Annotated[
         str | None, typer.Option(help="active ratios to look at, separated by commas", show_default=False)
     ] = None,
-    level: Annotated[float, typer.Option(help="how often an interval holds the truth")] = LEVEL,
+    level: Annotated[float, typer.Option(help="how often an interval holds the truth")] = 0.95,
     seed: Seed = None,
     out: Annotated[
         str | None,
@@ -58,7 +54,16 @@ def advise_(
     if run is not None:
         if settings != Settings() or out is not None or seed is not None:
             raise Refusal("advice on a run is about its own plan: leave out the settings, --out and --seed")
-        warmup, folder = warmup_in(run), run
+        folder = str(run_folder(run))
+    from tptopk.cli.running import free_folder
+    from tptopk.privacy.accounting import round_up
+    from tptopk.report.plots import advice_figure
+    from tptopk.report.terminal import print_advice
+    from tptopk.supports.advice import advise
+    from tptopk.training.verify import warmup_in
+
+    if run is not None:
+        warmup = warmup_in(run)
     else:
         folder = out or free_folder("advise")
         warmup, cost = _charged_warmup(settings, seed, folder)
@@ -89,6 +94,12 @@ def _numbers(ratios: str | None) -> list[float] | None:
 
 def _charged_warmup(settings: Settings, seed: int | None, folder: str) -> tuple[WarmUp, dict[str, Any]]:
     """The first phase of the settings' plan, as a dense run of its own that pays for itself."""
+    from tptopk.cli.running import calibrated, train
+    from tptopk.privacy.plan import Plan
+    from tptopk.supports.advice import FEWEST_STEPS
+    from tptopk.supports.warmup import FILE, WarmUp
+    from tptopk.training.checkpoint import write_durably
+
     plan = calibrated(settings)
     if not plan.spec.warmup:
         raise Refusal(f"{plan.method} has no warm-up to advise from; use --method tp-topk")

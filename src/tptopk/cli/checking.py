@@ -10,44 +10,44 @@ import typer
 from rich.console import Console
 
 from tptopk.cli.options import AsJson, app
-from tptopk.experiments.audit import audit_mechanism, audit_run, run_plan
-from tptopk.experiments.planted import audit_values, one_step_plan
-from tptopk.privacy.account import open_account, read_account
-from tptopk.privacy.ledger import read_ledger
 from tptopk.privacy.refusal import Refusal
-from tptopk.privacy.statement import as_values as statement_values
-from tptopk.privacy.statement import statement as statement_text
-from tptopk.report.plots import audit_figure
-from tptopk.report.terminal import account_values, print_account, print_audits, print_verdict
 from tptopk.training.begun import how_to_resume, run_folder
-from tptopk.training.verify import UNCHECKED, facts_in
-from tptopk.training.verify import verify as verify_run
 
 account_app = typer.Typer(no_args_is_help=True, help="One budget for several runs.\n\nAll of them on the same data.")
 app.add_typer(account_app, name="account")
 
 
 @app.command()
-def statement(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
+def statement(run: Annotated[str, typer.Argument(metavar="RUN", help="a run folder")], json_: AsJson = False) -> None:
     """Print what may be claimed for a run.
 
     And what may not, from its ledger.
     """
     folder = run_folder(run)
+    from tptopk.privacy.ledger import read_ledger
+    from tptopk.privacy.statement import as_values
+    from tptopk.privacy.statement import statement as in_words
+    from tptopk.training.verify import facts_in
+
     record = read_ledger(folder / "ledger.jsonl")
     facts = facts_in(folder, record)
-    print(json.dumps(statement_values(record.plan, facts)) if json_ else statement_text(record.plan, facts))
+    print(json.dumps(as_values(record.plan, facts)) if json_ else in_words(record.plan, facts))
     if record.end is None:
         print(f"if the run was killed, go on with: {how_to_resume(folder)}", file=sys.stderr)
 
 
 @app.command()
-def verify(run: Annotated[str, typer.Argument(help="a run folder")], json_: AsJson = False) -> None:
+def verify(run: Annotated[str, typer.Argument(metavar="RUN", help="a run folder")], json_: AsJson = False) -> None:
     """Recompute a run's ε and check its files.
 
     ε is computed from its ledger, twice, and everything in its folder is checked against it.
     """
-    found = verify_run(run_folder(run))
+    folder = run_folder(run)
+    from tptopk.report.terminal import print_verdict
+    from tptopk.training.verify import UNCHECKED
+    from tptopk.training.verify import verify as check
+
+    found = check(folder)
     if json_:
         values = {"holds": found.holds, "epsilon": found.epsilon, "delta": found.delta, "epsilons": found.epsilons}
         checks = [{"check": what, "holds": ok, "words": words} for what, ok, words in found.checks]
@@ -78,6 +78,11 @@ def audit(
         budgets = [float(value) for value in epsilon.split(",")]
     except ValueError as error:
         raise Refusal(f"epsilon is {epsilon!r}; give numbers separated by commas, such as 1,3,8") from error
+    from tptopk.experiments.audit import audit_mechanism, audit_run, run_plan
+    from tptopk.experiments.planted import audit_values, one_step_plan
+    from tptopk.report.plots import audit_figure
+    from tptopk.report.terminal import print_audits
+
     found = [
         result
         for budget in budgets
@@ -96,7 +101,7 @@ def audit(
 
 @account_app.command(name="open")
 def open_(
-    path: Annotated[str, typer.Argument(help="the new account's file")],
+    path: Annotated[str, typer.Argument(metavar="FILE", help="the new account's file")],
     epsilon: Annotated[float, typer.Option(help="budget ε of all runs together")],
     delta: Annotated[float, typer.Option(help="δ of the budget")] = 1e-5,
     json_: AsJson = False,
@@ -105,6 +110,9 @@ def open_(
 
     It is a budget that several runs share.
     """
+    from tptopk.privacy.account import open_account
+    from tptopk.report.terminal import account_values
+
     account = open_account(path, epsilon, delta)
     if json_:
         print(json.dumps(account_values(account)))
@@ -115,10 +123,13 @@ def open_(
 
 
 @account_app.command()
-def show(path: Annotated[str, typer.Argument(help="an account's file")], json_: AsJson = False) -> None:
+def show(path: Annotated[str, typer.Argument(metavar="FILE", help="an account's file")], json_: AsJson = False) -> None:
     """Print what an account has paid for.
 
     And what is left.
     """
+    from tptopk.privacy.account import read_account
+    from tptopk.report.terminal import account_values, print_account
+
     values = account_values(read_account(path))
     print(json.dumps(values)) if json_ else print_account(values, Console())

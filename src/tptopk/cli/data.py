@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from tptopk.cli.options import DataDir, ImageMode, ImageSize, TableSchema, app, image_progress
-from tptopk.data.download import fetch as fetch_benchmark
-from tptopk.data.files import findings
-from tptopk.data.sources import read_schema_for, read_source
-from tptopk.data.tables import Schema, header_of, read_unit, unit_findings
+
+if TYPE_CHECKING:
+    from tptopk.data.tables import Schema
 
 data_app = typer.Typer(
     help="Look at data, or fetch a benchmark.\n\nA look at data is outside the guarantee: keep what it prints to yourself.",
@@ -26,7 +25,9 @@ def check(
     path: Annotated[
         str | None,
         typer.Argument(
-            help="a file, a folder of images or a benchmark; the embedded digits if not given", show_default=False
+            metavar="DATA",
+            help="a file, a folder of images or a benchmark; the embedded digits if not given",
+            show_default=False,
         ),
     ] = None,
     classes: Annotated[int | None, typer.Option(help="number of classes of the model", show_default=False)] = None,
@@ -39,6 +40,9 @@ def check(
 
     Labels out of range, inputs that are not finite, constant columns.
     """
+    from tptopk.data.files import findings
+    from tptopk.data.sources import read_schema_for, read_source
+
     source = path or "digits"
     with image_progress() as on_image:
         training, test = read_source(
@@ -72,6 +76,8 @@ def check(
 
 def _show_columns(path: str, schema: Schema) -> None:
     """How many inputs come from where, and which columns are left out."""
+    from tptopk.data.tables import header_of, read_unit, unit_findings
+
     print(schema.inputs_in_words())
     left_out = [name for name in header_of(path) if name not in (*schema.used, schema.target, schema.unit)]
     if left_out:
@@ -83,7 +89,8 @@ def _show_columns(path: str, schema: Schema) -> None:
 @data_app.command()
 def fetch(
     name: Annotated[
-        str, typer.Argument(help="mnist, fmnist, cifar10, or a 2-D set of MedMNIST such as pneumoniamnist")
+        str,
+        typer.Argument(metavar="NAME", help="mnist, fmnist, cifar10, or a 2-D set of MedMNIST such as pneumoniamnist"),
     ],
     data_dir: DataDir = None,
     mirror: Annotated[
@@ -98,6 +105,8 @@ def fetch(
 
     It is checked against the published checksums and put into its usual folder.
     """
+    from tptopk.data.download import fetch as fetch_benchmark
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

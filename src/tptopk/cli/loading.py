@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -62,6 +63,9 @@ class Grouped(TyperCommand):
             if getattr(error, "option_name", None) in ELSEWHERE:
                 raise Refusal(ELSEWHERE[error.option_name]) from error  # type: ignore[attr-defined]
             raise
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [re.sub("[{}]", "", piece) for piece in super().collect_usage_pieces(ctx)]  # RUN, not {RUN}
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

@@ -9,11 +9,7 @@ import typer
 from rich.console import Console
 
 from tptopk.cli.options import AsJson, app
-from tptopk.experiments import bench as measurements
-from tptopk.experiments import growth as growth_curves
 from tptopk.privacy.refusal import check_count
-from tptopk.report.plots import bench_figure, growth_figure
-from tptopk.report.terminal import print_bench, print_growth, print_ways
 
 
 @app.command()
@@ -34,6 +30,11 @@ def bench(
     Those of peers too, in one process, taking turns.
     """
     check_count("rounds", rounds)
+    from tptopk.experiments import bench as measurements
+    from tptopk.experiments import growth as growth_curves
+    from tptopk.report.plots import bench_figure, growth_figure
+    from tptopk.report.terminal import print_bench, print_growth, print_ways
+
     names = [name.strip() for name in models.split(",")]
     if explain:
         rows = {name: measurements.explain(name, device) for name in names}

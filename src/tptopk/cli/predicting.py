@@ -5,24 +5,24 @@ from __future__ import annotations
 import csv
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
-from torch import nn
 
 from tptopk.cli.options import DataDir, ImageMode, ImageSize, TableSchema, app, image_progress
-from tptopk.data.sources import is_table, read_source_inputs
-from tptopk.data.tables import Schema, read_schema, schema_from
 from tptopk.privacy.refusal import Refusal
 from tptopk.settings import build
-from tptopk.training.begun import config_of
-from tptopk.training.run import SCHEMA, load, schema_in
+from tptopk.training.begun import config_of, run_folder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tptopk.data.tables import Schema
 
 
 @app.command()
 def predict(
-    run: Annotated[str, typer.Argument(help="a run folder")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="a run folder")],
     data: Annotated[
         str | None,
         typer.Option(
@@ -46,7 +46,15 @@ def predict(
     """Predict with a trained model.
 
     Print a line a record: its number, its most likely class, and that class's probability.
+
+    Example: tptopk predict runs/mine --data new.npz --model mynet:build
     """
+    run_folder(run)
+    import torch
+
+    from tptopk.data.sources import is_table, read_source_inputs
+    from tptopk.training.run import load
+
     trained = load(run, _network(run, model))
     if data is None and trained.config.get("data") not in (None, "digits"):
         raise Refusal(f"give --data, the records to predict for: {run} was trained on {trained.config['data']}")
@@ -87,6 +95,9 @@ def _network(run: str, given: str | None) -> nn.Module | None:
 
 def _schema_of(run: str, given: str | None) -> Schema | None:
     """The schema that the run was trained with, or the one given for a run that kept none; another is refused."""
+    from tptopk.data.tables import read_schema, schema_from
+    from tptopk.training.run import SCHEMA, schema_in
+
     kept, other = schema_in(run), None if given is None else read_schema(given)
     if kept is None:
         return other

@@ -12,14 +12,12 @@ import typer
 from rich.console import Console
 
 from tptopk.cli.options import AsJson, app
-from tptopk.privacy.plan import PrivacyWarning
-from tptopk.report.claim import standing
-from tptopk.report.page import write_page
+from tptopk.privacy.refusal import PrivacyWarning
 
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(help="run folders, finished or not")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN", help="run folders, finished or not")],
     output: Annotated[str, typer.Option("--output", "-o", help="the page to write")] = "report.html",
     title: Annotated[str | None, typer.Option(help="the page's heading", show_default=False)] = None,
     json_: AsJson = False,
@@ -28,6 +26,9 @@ def report(
 
     It is self-contained: claims and checks, curves, supports, advice, audit and statement.
     """
+    from tptopk.report.claim import standing
+    from tptopk.report.page import write_page
+
     with Console(stderr=True).status("checking the runs") as status, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "delta = ", PrivacyWarning)  # said below, once for each run
         sheets, size = write_page(runs, output, title=title, on_run=status.update)

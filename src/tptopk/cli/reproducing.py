@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from tptopk.cli.options import AsJson, app
-from tptopk.experiments import recipes, reproduce, support_quality
+from tptopk.experiments import recipes
 from tptopk.privacy.refusal import Refusal, nearest
-from tptopk.report.reproduction import is_drawn, write
 
 # What a person may ask for, and which results file it needs.
 TARGETS = {
@@ -25,7 +24,7 @@ TARGETS = {
 
 @app.command("reproduce")
 def reproduce_(
-    target: Annotated[str, typer.Argument(help=f"{', '.join(TARGETS)}, or all")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help=f"{', '.join(TARGETS)}, or all")],
     quick: Annotated[bool, typer.Option(help="a reduced version for a CPU; its figures mean nothing")] = False,
     render: Annotated[bool, typer.Option(help="run nothing; write the document from the runs that are there")] = False,
     results: Annotated[str, typer.Option(help="folder of the finished runs; with --quick, its subfolder quick")] = (
@@ -50,6 +49,9 @@ def reproduce_(
     if target != "all" and target not in TARGETS:
         raise Refusal(f"unknown table or figure {target!r}{nearest(target, [*TARGETS, 'all'])}")
     share, shares = _part(part)
+    from tptopk.experiments import reproduce
+    from tptopk.report.reproduction import is_drawn, write
+
     folder = Path(results) / ("quick" if quick else "")
     path = Path(out) if out is not None else folder / "reproduction.md" if quick else Path("docs/reproduction.md")
     if not render:
@@ -73,6 +75,8 @@ def reproduce_(
 
 def _judged_supports(r: recipes.Recipe, data_dir: str | None, device: str) -> list[dict[str, Any]]:
     """A line for each score, told apart by their recipes."""
+    from tptopk.experiments import support_quality
+
     rows = support_quality.run_quality(r, data_dir, device)
     return [{**row, "recipe": {**row["recipe"], "score": row["score"]}} for row in rows]
 
@@ -95,6 +99,8 @@ def _only(wanted: list[recipes.Recipe], only: str | None) -> list[recipes.Recipe
 
 
 def _left(wanted: list[recipes.Recipe], file: Path) -> int:
+    from tptopk.experiments import reproduce
+
     return len(reproduce.pending(wanted, file))
 
 
