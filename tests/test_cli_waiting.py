@@ -114,6 +114,9 @@ def test_what_is_cheap_to_check_is_checked_before_the_calibration(
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)  # as if it were not installed
     done = tptopk("train", *words, cwd=tmp_path, check=False)
     assert done.returncode == 2 and message in done.stderr
+    if words[0] in ("--out", "--account", "--epsilon"):
+        done = tptopk("advise", *words, cwd=tmp_path, check=False)
+        assert done.returncode == 2 and message in done.stderr
     assert not (tmp_path / "runs").exists()
 
 

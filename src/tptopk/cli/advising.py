@@ -94,12 +94,13 @@ def _numbers(ratios: str | None) -> list[float] | None:
 
 def _charged_warmup(settings: Settings, seed: int | None, folder: str) -> tuple[WarmUp, dict[str, Any]]:
     """The first phase of the settings' plan, as a dense run of its own that pays for itself."""
-    from tptopk.cli.running import calibrated, train
+    from tptopk.cli.running import calibrated, check_first, train
     from tptopk.privacy.plan import Plan
     from tptopk.supports.advice import FEWEST_STEPS
     from tptopk.supports.warmup import FILE, WarmUp
     from tptopk.training.checkpoint import write_durably
 
+    check_first(settings, folder)
     plan = calibrated(settings)
     if not plan.spec.warmup:
         raise Refusal(f"{plan.method} has no warm-up to advise from; use --method tp-topk")

@@ -175,9 +175,7 @@ def train(
 ) -> Run:
     """Train by the settings. What can be refused at once is, before the data is read; the plan, which may take long, comes last."""
     with Team().together():
-        if out is not None and resumed is None:
-            refuse_taken(out)
-        _check_before_reading(settings, resumed or by)
+        check_first(settings, None if resumed else out, resumed or by)
         network, table = settings.network(), settings.table()
         with image_progress() as on_image:
             training, test = settings.load_data(on_image)
@@ -227,8 +225,10 @@ def train(
     return run
 
 
-def _check_before_reading(settings: Settings, plan: Plan | None) -> None:
-    """Numbers, packages and files that are wrong whatever the data is."""
+def check_first(settings: Settings, out: str | None, plan: Plan | None = None) -> None:
+    """Refuse a folder that is taken, and numbers, packages and files that are wrong whatever the data is."""
+    if out is not None:
+        refuse_taken(out)
     if plan is None:
         settings.check_numbers()
     if settings.audit_canaries is not None:
