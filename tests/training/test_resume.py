@@ -294,6 +294,7 @@ def test_a_schema_of_somebody_s_is_not_written_over(tmp_path):
     assert (tmp_path / "schema.json").read_text() == "mine"
 
 
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
 def test_a_run_folder_behind_a_link_and_one_that_cannot_be_written(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
