@@ -176,7 +176,7 @@ def audit_figure(results: Sequence[Any], path: str | Path, title: str) -> None:
         for axes in (left, right):
             _plain(axes, "x")
     panels[-1][0].set_xlabel("score; dashed: where a guess begins", fontsize=9)
-    panels[-1][1].set_xlabel("ε is at least; dark: what the verdict rests on; line: claimed", fontsize=9)
+    panels[-1][1].set_xlabel("ε at least (dark: the verdict's); line: claimed", fontsize=9)
     panels[0][0].legend(fontsize=8, edgecolor="none")
     figure.suptitle(title, fontsize=11, color=INK)
     _save(figure, path)
