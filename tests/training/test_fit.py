@@ -148,12 +148,15 @@ def test_a_loss_of_the_users_own_on_dictionaries():
 
 
 def visible(folder):
-    """Everything a run shows, without what differs between any two runs (time, and numbers that noise touches)."""
+    """Everything a run shows, without what differs between any two runs (name and times, and numbers that noise touches)."""
     summary = json.loads((folder / "run.json").read_text())
+    facts = {k: v for k, v in summary["facts"].items() if k not in ("begun", "ended", "described")}
+    own = ("- Run: ", "- Begun: ", "- Ended: ")
     return (
         sorted(p.name for p in folder.iterdir()),
-        (folder / "statement.md").read_text(),
-        {k: v for k, v in summary.items() if k != "seconds"},
+        [line for line in (folder / "statement.md").read_text().splitlines() if not line.startswith(own)],
+        {**{k: v for k, v in summary.items() if k != "seconds"}, "facts": facts},
+        {k: v for k, v in summary["facts"]["described"].items() if k != "run"},
     )
 
 
