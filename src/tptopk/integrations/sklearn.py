@@ -267,7 +267,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     def _described(self) -> dict[str, Any]:
         """What was declared, in words, for the run folder."""
         declared = {name: repr(value) for name, value in self.get_params().items() if name != "random_state"}
-        return {"estimator": type(self).__name__, **declared}
+        return {"model": type(self).__name__, **declared}
 
     def _plan(self, size: int, unit: str) -> Plan:
         batch = plain(self.batch_size)
