@@ -318,6 +318,43 @@ def test_the_training_loss_is_shown_to_who_asks_and_the_statement_says_so(tmp_pa
     assert verify(tmp_path / "privacy").holds
 
 
+def test_the_train_dataset_is_refused_as_one_to_evaluate_on(tmp_path):
+    """`load_best_model_at_end` would choose the released model by losses of private records."""
+    same = records()
+    for others in (same, {"other": records(), "own": same}):
+        with pytest.raises(Refusal, match="eval_dataset is the train_dataset"):
+            private(tmp_path, train_dataset=same, eval_dataset=others)
+    trainer = private(tmp_path, train_dataset=same, eval_dataset=records())
+    trainer.eval_dataset = same
+    with pytest.raises(Refusal, match="eval_dataset is the train_dataset"):
+        trainer.train()
+    assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda trainer: trainer.evaluate(trainer.train_dataset),
+        lambda trainer: trainer.evaluate({"own": trainer.train_dataset}),
+        lambda trainer: trainer.predict(trainer.train_dataset),
+    ],
+    ids=["evaluate", "among several", "predict"],
+)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_measuring_the_train_dataset_warns_and_the_statement_says_so(measure, after, tmp_path):
+    trainer = private(tmp_path, args={"max_steps": 2})
+    if after:
+        trainer.train()
+        assert "showed its training loss" not in trainer.run.statement()
+    with pytest.warns(PrivacyWarning, match="its own train_dataset"):
+        measure(trainer)
+    if not after:
+        trainer.train()
+    assert "showed its training loss" in trainer.run.statement()
+    assert "showed its training loss" in (tmp_path / "privacy" / "statement.md").read_text()
+    assert verify(tmp_path / "privacy").holds
+
+
 def test_evaluation_is_untouched(tmp_path):
     model = network()
     args = TrainingArguments(str(tmp_path), use_cpu=True, disable_tqdm=True)

@@ -64,6 +64,16 @@ def refuse_surroundings(trainer: Any) -> None:
         raise Refusal(f"accelerate's mixed precision is {trainer.accelerator.mixed_precision!r}: {_PRECISION}")
 
 
+def refuse_evaluation_on_training_records(trainer: Any) -> None:
+    """Refuse the train dataset as one to evaluate on, by itself or among several."""
+    others = trainer.eval_dataset
+    if any(one is trainer.train_dataset for one in (others.values() if isinstance(others, dict) else [others])):
+        raise Refusal(
+            "eval_dataset is the train_dataset: evaluation on the private records is outside the guarantee, and load_best_model_at_end would "
+            "choose the model by it; give other records"
+        )
+
+
 def refuse_losses_of_a_batch(trainer: Any, base: type) -> None:
     """Refuse losses that give one number for a whole batch, where none an example was given."""
     own = type(trainer).compute_loss is not base.compute_loss  # type: ignore[attr-defined]

@@ -194,3 +194,8 @@ class TrainerSteps:
         )
         self._folder.close(run, self.ledger)
         return run
+
+    def add_that_the_loss_was_shown(self, run: Run) -> None:
+        """Of a run that is closed: in its statement and its run.json."""
+        run.facts = replace(run.facts, training_loss=True)
+        self._folder.describe(run)

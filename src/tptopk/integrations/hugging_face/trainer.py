@@ -21,7 +21,12 @@ from tptopk.gradients.examples import Batch, take
 from tptopk.gradients.precision import check_precision
 from tptopk.integrations.hugging_face.loader import AsDictionary, Draws, PoissonBatches
 from tptopk.integrations.hugging_face.losses import settled_loss
-from tptopk.integrations.hugging_face.refusals import refuse_arguments, refuse_losses_of_a_batch, refuse_surroundings
+from tptopk.integrations.hugging_face.refusals import (
+    refuse_arguments,
+    refuse_evaluation_on_training_records,
+    refuse_losses_of_a_batch,
+    refuse_surroundings,
+)
 from tptopk.integrations.hugging_face.steps import FOLDER, TrainerSteps
 from tptopk.integrations.opacus.keywords import check_options, private_method
 from tptopk.integrations.opacus.loader import CollateOrEmpty
@@ -65,7 +70,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     checkpoints                           Trainer's own, and in each a folder `privacy` with charges, support and scores
     `output_dir`                          has a run folder `privacy`: `tptopk verify`, `statement` and `report` read it
     `resume_from_checkpoint`              charges made after the checkpoint stay charged; randomness is fresh
-    `evaluate`, `predict`                 untouched; what they say of other records is outside the guarantee
+    `evaluate`, `predict`                 untouched; what they say of other records is outside the guarantee. Given the
+                                          `train_dataset` itself they warn, and the statement says so; as `eval_dataset`
+                                          it is refused. A copy of it, or a part, is not recognised
     ====================================  ===========================================================================
 
     Formal guarantees: the sequence of the model's weights, and all that Trainer logs or saves but for metrics of evaluation, is
@@ -114,10 +121,12 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             raise Refusal("give model=, built already; model_init= is for searches, and no plan pays for a search")
         super().__init__(model, args, *positional, **keywords)
         refuse_surroundings(self)
+        refuse_evaluation_on_training_records(self)
         if loss is None:
             refuse_losses_of_a_batch(self, Trainer)
         self._loss, self._micro_batch_size, self._engine, self._precision = loss, micro_batch_size, engine, precision
         self._secure_noise, self._log_training_loss = secure_noise, log_training_loss
+        self._loss_was_shown = log_training_loss
         self._collate = AsDictionary(
             self._get_collator_with_removed_columns(self.data_collator, description="training")
         )
@@ -182,6 +191,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     def _settled_steps(self) -> TrainerSteps:
         """Try everything on made-up examples; what cannot be private is refused here."""
         refuse_arguments(self.args)  # they may have been changed since
+        refuse_evaluation_on_training_records(self)
         check_length(self._records, self.plan)
         self._records.refuse_mixing_collate()
         one = self._one()
@@ -229,7 +239,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             self._optimizer_of_last_training = self.optimizer
             if self._steps.ledger is not None:
                 self.run = self._steps.close(
-                    status, self._config, test_metrics=self._has_evaluated, training_loss=self._log_training_loss
+                    status, self._config, test_metrics=self._has_evaluated, training_loss=self._loss_was_shown
                 )
         self._warn_of_dropped_steps(self._steps)
         if not self._log_training_loss:
@@ -315,6 +325,38 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         for name in ("grad_norm",) if self._log_training_loss else OF_PRIVATE_RECORDS:
             logs.pop(name, None)
         super().log(logs, start_time)
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """As `Trainer.evaluate`; on the train_dataset with a warning, and the statement says so."""
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._notice(self.eval_dataset[given] if isinstance(given, str) else given)
+        metrics: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """As `Trainer.predict`; on the train_dataset with a warning, and the statement says so."""
+        self._notice(test_dataset)
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def _notice(self, dataset: object) -> None:
+        if dataset is None or dataset is not self.train_dataset:
+            return
+        self._loss_was_shown = True
+        if self._steps is not None and self.run is not None:
+            self._steps.add_that_the_loss_was_shown(self.run)
+        warnings.warn(
+            "this measures the model on its own train_dataset: the figures are computed from private records without noise; the guarantee does "
+            "not cover them, and the statement says so",
+            PrivacyWarning,
+            stacklevel=3,
+        )
 
     # Checkpoints.
 
