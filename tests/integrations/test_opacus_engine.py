@@ -26,6 +26,7 @@ from tptopk.privacy.ledger import BudgetSpent
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
+from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
 
 # What is returned.
 
@@ -549,6 +550,36 @@ def test_another_trainings_charges_are_added(tmp_path):
     train(other, its, fresh, steps=2)
     second.load_checkpoint(path=tmp_path, module=other)
     assert len(second.accountant) == 6 + 2
+
+
+def test_a_statement_after_a_checkpoint_says_what_is_not_counted(tmp_path):
+    """A process that died after its last checkpoint took its charges with it, and may have released models."""
+    engine, model, optimizer, loader = private()
+    train(model, optimizer, loader, steps=2)
+    once = engine.statement()
+    assert "resumed" not in once and "are not counted" not in once and "chosen supports." in once
+    for attempt in (2, 3):
+        engine.save_checkpoint(path=tmp_path / str(attempt), module=model)
+        train(model, optimizer, loader, steps=2)  # and dies
+        engine, model, optimizer, loader = private()
+        engine.load_checkpoint(path=tmp_path / str(attempt), module=model)
+        train(model, optimizer, loader, steps=1)
+        text = engine.statement()
+        assert f"resumed {attempt - 1} time(s)" in text and f"Begun, {attempt} attempts: 2" in text
+        assert (
+            f"not on record of the {attempt} attempts" in text
+            and "died after its last checkpoint are not counted" in text
+        )
+        assert "up to the checkpoint that was gone on from" in text
+    for attempt in (4, 5):  # the same process goes back to a checkpoint, twice
+        engine.load_checkpoint(path=tmp_path / "3", module=model)
+        assert f"not on record of the {attempt} attempts" in engine.statement()
+    found = load_checkpoint(tmp_path / "2")
+    of_before = {name: value for name, value in found.values.items() if name != "begun"}  # when it was not kept
+    save_checkpoint(tmp_path / "2", found.tensors, of_before)
+    engine, model, _, _ = private()
+    engine.load_checkpoint(path=tmp_path / "2", module=model)
+    assert "Begun, 2 attempts: not on record, 2" in engine.statement()
 
 
 def test_a_checkpoint_holds_no_secret_and_nothing_pickled(tmp_path):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -152,13 +152,20 @@ class Ledger:
         """A ledger in memory that goes on from kept counts: steps taken, and steps charged whose outcome was lost.
 
         A plan with a target ε never costs more than that, lost steps among it; one without ends with its steps.
+        It is a second attempt at least; `follows` says what is known of those before.
         """
         self = cls(plan)
         self.steps, self.lost = Counter(taken), Counter(lost)
         self._reserved = Counter(self.steps)
         if plan.target_epsilon is not None:
             self._allowed = _affordable(plan, self.lost, self.steps)
+        self.follows([None])
         return self
+
+    def follows(self, begun: Sequence[str | None]) -> None:
+        """The attempts before this one, by when they began."""
+        self.begun = [*begun, self.begun[-1]]
+        self.attempt = len(self.begun)
 
     def _said(self, described: Mapping[str, str]) -> dict[str, Any]:
         return {"time": self.begun[-1], **({"described": dict(described)} if described else {})}

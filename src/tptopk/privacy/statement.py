@@ -32,6 +32,7 @@ class Facts:
     described: dict[str, str] = field(default_factory=dict)  # names of the run, its data and its model
     begun: list[str | None] = field(default_factory=list)  # when each attempt began; None where its ledger does not say
     ended: str | None = None
+    in_memory: bool = False  # the record was in memory between checkpoints, and died with its process
 
 
 def statement(plan: Plan, facts: Facts) -> str:
@@ -220,7 +221,8 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
         f"- Neighbouring datasets: the number of {plan.unit}s, {plan.dataset_size:,}, was declared public; one {plan.unit} may be replaced by "
         f"one that contributes nothing (zero-out adjacency), accounted as adding or removing a {plan.unit}.",
         "- What is covered: every private gradient of the run and all that was computed from them: the final model, all "
-        "intermediate models, the scores and the chosen supports.",
+        "intermediate models, the scores and the chosen supports"
+        + ("; of earlier attempts up to the checkpoint that was gone on from." if _forgets(facts) else "."),
     ]
 
 
@@ -263,6 +265,11 @@ def _mechanism(plan: Plan, facts: Facts) -> list[str]:
     return lines
 
 
+def _forgets(facts: Facts) -> bool:
+    """Whether earlier attempts may have taken steps that no record holds."""
+    return facts.in_memory and facts.attempts > 1
+
+
 def _limits(plan: Plan, facts: Facts) -> list[str]:
     return [
         "## What is not covered",
@@ -299,6 +306,14 @@ def _limits(plan: Plan, facts: Facts) -> list[str]:
                 "- That the run was broken off and resumed when it was: the figures hold if that did not depend on the data."
             ]
             if facts.attempts > 1
+            else []
+        ),
+        *(
+            [
+                f"- What is not on record of the {facts.attempts} attempts: charges are kept in checkpoints alone, so **steps of a process that "
+                "died after its last checkpoint are not counted**, and models, metrics or supports that it released since then are not covered."
+            ]
+            if _forgets(facts)
             else []
         ),
         "- What the record cannot prove: that the data was the data described, and that the software was run unmodified.",

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from tptopk.integrations.opacus.steps import PrivateSteps
+from tptopk.privacy.description import read_time
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
@@ -27,7 +28,13 @@ def save(path: object, steps: PrivateSteps, *, optimizer: bool, yours: Mapping[s
         "optimizer": tensors,
         "policy": steps.policy.state(),
     }
-    values = {"plan": steps.plan.to_dict(), "counts": steps.counts(), "optimizer": groups, "yours": dict(yours)}
+    values = {
+        "plan": steps.plan.to_dict(),
+        "counts": steps.counts(),
+        "begun": steps.ledger.begun,
+        "optimizer": groups,
+        "yours": dict(yours),
+    }
     named = {f"{part}/{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,6 +54,7 @@ def load(path: object, steps: PrivateSteps, *, optimizer: bool) -> dict[str, Any
         plan, counts, groups = Plan.from_dict(found.values["plan"]), found.values["counts"], found.values["optimizer"]
         run, yours = str(counts["run"]), dict(found.values["yours"])
         taken, charged = ({int(i): int(n) for i, n in counts[key].items()} for key in ("taken", "charged"))
+        begun = [read_time({"line": n, "time": time}) for n, time in enumerate(found.values.get("begun", [None]))]
         if plan != steps.plan:
             difference = _difference(plan, steps.plan)
             raise Refusal(
@@ -57,7 +65,9 @@ def load(path: object, steps: PrivateSteps, *, optimizer: bool) -> dict[str, Any
         if groups is not None and not optimizer:
             warnings.warn("the checkpoint holds an optimizer's state, and no optimizer was given", stacklevel=4)
         steps.settle()
+        begun = max(begun, steps.ledger.begun, key=len)  # this process may have gone back to a checkpoint before
         steps.stand_at(run, taken, charged)
+        steps.ledger.follows(begun)
         load_weights(steps.module, found.part("model"))
         if optimizer:
             restore_optimizer(steps.optimizer, found.part("optimizer"), groups)

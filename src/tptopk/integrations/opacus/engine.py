@@ -251,7 +251,8 @@ class PrivacyEngine:
     def statement(self, delta: float | None = None) -> str:
         """What may be claimed for the training so far and what may not, in Markdown; at the plan's δ unless given.
 
-        A training without a horizon is stated as if it ended here; one that was planned says how much of it was taken.
+        A training without a horizon is stated as if it ended here; one that was planned says how much of it was taken. One
+        that went on from a checkpoint says so, and that what a process did after its last checkpoint is not counted.
         """
         steps = self.accountant.steps
         if steps is None:
@@ -271,7 +272,7 @@ class PrivacyEngine:
             status="finished" if whole else "unfinished",
             generator="chacha20" if self.secure_mode else "philox",
         )
-        return statement(plan, replace(facts, epsilon=self.get_epsilon(plan.delta)))
+        return statement(plan, replace(facts, epsilon=self.get_epsilon(plan.delta), in_memory=True))
 
     def validate(self, *, module: nn.Module, optimizer: Optimizer | None, data_loader: DataLoader[Any] | None) -> None:
         """Refuse what cannot be trained privately here; nothing is run."""
