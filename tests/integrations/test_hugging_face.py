@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import math
+import pickle
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from tptopk.integrations.hugging_face import PrivateTrainer, loader, losses
 from tptopk.integrations.hugging_face.refusals import ARGUMENTS
 from tptopk.privacy import accounting
 from tptopk.privacy.ledger import read_ledger
-from tptopk.privacy.plan import PrivacyWarning
+from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.sampling import PoissonSampler
@@ -652,3 +653,35 @@ def test_without_transformers_the_import_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda package: None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'tptopk\[hugging-face\]'"):
         importlib.import_module(name)
+
+
+def test_what_a_collate_function_draws_is_secret_and_moves_no_generator():
+    """Trainer saves the state of the global generators with every checkpoint: it must not tell how many records were drawn."""
+    plan = Plan(
+        phases=(Phase(steps=4, sample_rate=0.5, noise_multiplier=1.0, clip_norm=1.0),), delta=1e-4, dataset_size=20
+    )
+    found, after = [], []
+    for size in (20, 20, 5):
+        fetch = loader.Fetch(
+            [torch.zeros(3)] * 20, lambda records: torch.stack(records) + torch.rand(3), loader.Draws(plan).streams
+        )
+        torch.manual_seed(42)
+        found.append(fetch(list(range(size))))
+        after.append(torch.get_rng_state())
+        assert not torch.equal(found[-1][:1], fetch([0])), "each batch has its own"
+    assert not torch.equal(found[0], found[1])
+    assert torch.equal(after[0], after[1]) and torch.equal(after[0], after[2])
+    assert pickle.loads(pickle.dumps(loader.Fetch([], list, loader.Draws(plan).streams)))._streams is None
+
+
+def test_generators_that_trainer_saves_do_not_depend_on_the_sample(tmp_path):
+    """Two runs with dropout and different samples leave torch's generator in one state."""
+    states = []
+    for n in range(2):
+        model = network()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.3
+        private(tmp_path / str(n), model).train()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)

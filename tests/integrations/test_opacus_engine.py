@@ -621,3 +621,40 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "a" / index["current"]["file"]).write_bytes(b"junk")
     with pytest.raises(Refusal, match="no checkpoint in"):
         engine.load_checkpoint(path=tmp_path / "a", module=model)
+
+
+def test_dropout_and_crops_are_secret_under_a_public_seed():
+    class Cropped(TensorDataset):
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x + torch.randn(6), y
+
+    def one_batch() -> torch.Tensor:
+        model = nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.5), nn.Linear(10, 3))
+        data = DataLoader(Cropped(torch.zeros(N, 6), torch.zeros(N, dtype=torch.long)), batch_size=N)  # everybody
+        _, model, optimizer, loader = private(model=model, loader=data)
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        x, y = next(iter(loader))
+        F.cross_entropy(model(torch.zeros_like(x)), y).backward()
+        optimizer.step()
+        assert torch.equal(torch.get_rng_state(), before), "no generator tells how many records there were"
+        return x
+
+    assert not torch.equal(one_batch(), one_batch())
+
+
+def test_a_forward_pass_throws_its_own_dice():
+    outputs = []
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.5), nn.Linear(40, 3))
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.1)
+        _, model, _, loader = private(
+            model=model, loader=DataLoader(TensorDataset(torch.ones(N, 6), torch.zeros(N).long()), batch_size=N)
+        )
+        torch.manual_seed(0)
+        x, _ = next(iter(loader))
+        outputs.append(model(x).detach())
+    assert not torch.equal(*outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 import sys
 
 import numpy as np
@@ -78,3 +79,36 @@ def test_without_the_package_secure_noise_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers", None)
     with pytest.raises(Refusal, match="cryptography package"):
         Streams("r", secure=True)
+
+
+def thrown() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.random())
+
+
+def test_dice_are_the_secrets_whatever_seed_the_user_set_and_leave_no_trace():
+    def seeded() -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+
+    seeded()
+    plain = [thrown() for _ in range(2)]
+    found = set()
+    for streams in (Streams("r"), Streams("r")):
+        for place in ((0, 0), (0, 1), (1, 0)):
+            seeded()
+            with streams.dice(CPU, "dice", *place):
+                found |= set(thrown())
+            assert [thrown() for _ in range(2)] == plain, "the user's generators are as they were"
+    assert len(found) == 18, "each run, phase and step throws its own"
+
+
+def test_dice_are_put_back_after_an_error_and_repeat_for_a_seed():
+    streams = [Streams("r", seed=5), Streams("r", seed=5)]
+    before = torch.get_rng_state()
+    rolls = []
+    for one in streams:
+        with pytest.raises(ZeroDivisionError), one.dice(CPU, "dice", 3):
+            rolls.append(thrown())
+            1 / 0  # noqa: B018
+    assert rolls[0] == rolls[1] and torch.equal(torch.get_rng_state(), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -357,3 +358,19 @@ def test_one_example_that_does_not_fit_is_an_error_and_nothing_is_released(monke
         mechanism.private_gradient(
             [(torch.randn(2, 4), torch.zeros(2, dtype=torch.long))], Support.full(nn.Linear(4, 3)), 0, 0
         )
+
+
+def test_dropout_is_secret_under_a_public_seed_and_does_not_tell_the_size_of_a_sample():
+    """Masks are drawn by place in the batch: known masks would show which records were drawn, a moved generator how many."""
+    plan = replace(PLAN, phases=(replace(PLAN.phases[0], noise_multiplier=1e-9),))
+    model = nn.Sequential(nn.Linear(20, 30), nn.Dropout(0.5), nn.Linear(30, 3))
+    x, y = torch.randn(9, 20), torch.arange(9) % 3
+    sums, after = [], []
+    for size in (9, 9, 4):
+        torch.manual_seed(0)
+        mechanism = Mechanism(model, F.cross_entropy, plan, Ledger(plan), Streams("r"))
+        drawn = ((x[i : i + 3] + 0 * torch.rand(3, 20), y[i : i + 3]) for i in range(0, size, 3))  # views that draw
+        sums.append(flat(mechanism.private_gradient(drawn, Support.full(model), 0, 0).values))
+        after.append(torch.get_rng_state())
+    assert not torch.allclose(sums[0], sums[1], rtol=1e-2)
+    assert torch.equal(after[0], after[1]) and torch.equal(after[0], after[2])

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,6 +52,30 @@ class Streams:
 
     def numpy(self, purpose: str, *place: int | str) -> np.random.Generator:
         return np.random.Generator(np.random.Philox(key=self._key(purpose, place, 16)))
+
+    @contextmanager
+    def dice(self, device: torch.device, purpose: str, *place: int | str) -> Iterator[None]:
+        """What models, views and collate functions draw inside comes from the secret: dropout, random crops, masked tokens.
+
+        They draw by place in the batch, so that whether a record was drawn decides what all after it get. Whoever could
+        recompute those numbers would see the sample, which the guarantee keeps secret; and global generators that had
+        moved on by them would tell its size. Afterwards the generators of torch, NumPy and Python are as they were.
+        """
+        on_cuda = device.type == "cuda"
+        python, arrays = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng([device] if on_cuda else [], device_type="cuda"):
+            keys = self.numpy(purpose, *place)
+            torch.default_generator.manual_seed(int(keys.integers(2**63)))
+            if on_cuda:
+                place_of = torch.cuda.current_device() if device.index is None else device.index
+                torch.cuda.default_generators[place_of].manual_seed(int(keys.integers(2**63)))
+            random.seed(keys.bytes(32))
+            np.random.seed(keys.integers(2**32, size=8, dtype=np.uint32))
+            try:
+                yield
+            finally:
+                random.setstate(python)
+                np.random.set_state(arrays)
 
     def normal(self, shape: int, device: torch.device, purpose: str, *place: int | str) -> torch.Tensor:
         """`shape` standard normal numbers in float32 on the device."""

@@ -85,13 +85,14 @@ class Annealer:
         after, step = self._weights(), self._taken
         total = torch.zeros((), device=self._device)
         chosen = self._sampler.sample(0, step, self._numbers.sample_rate)
-        for batch in micro_batches(self._records, chosen, self._batch, self._device):
-            losses = self._losses(batch)
-            self._put(self._before)
-            changes = losses - self._losses(batch)
-            self._put(after)
-            bound = self._settings.bound
-            total += torch.where(torch.isfinite(changes), changes, 0.0).clamp(-bound, bound).sum()
+        with self._streams.dice(self._device, "annealing's dice", step):
+            for batch in micro_batches(self._records, chosen, self._batch, self._device):
+                losses = self._losses(batch)
+                self._put(self._before)
+                changes = losses - self._losses(batch)
+                self._put(after)
+                bound = self._settings.bound
+                total += torch.where(torch.isfinite(changes), changes, 0.0).clamp(-bound, bound).sum()
         change = float(self._mechanism.answer(self._query, total.view(1), step))
         self._taken += 1
         temperature = self._settings.temperature * (1 - step / self._steps)

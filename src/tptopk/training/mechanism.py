@@ -34,6 +34,7 @@ class Mechanism:
     no record was drawn   charged and released all the same: noise over B
     a bad record          contributes zero (see `clipped_sum`)
     inactive coordinate   exactly zero: neither signal nor noise
+    dropout, random crop  drawn from the run's secret, whatever seed torch has (`Streams.dice`)
     a step out of order   refused by the ledger; nothing is drawn
     out of memory         the same records again in halves, before any noise is drawn; charged once
     ====================  ================================================================================
@@ -76,9 +77,10 @@ class Mechanism:
         numbers = self._plan.phases[phase]
         self._ledger.charge(phase, step, support.size)
         total = None
-        for batch in batches:
-            part = self._sum(batch, support, numbers.clip_norm)
-            total = part if total is None else total + part
+        with self._streams.dice(next(self._model.parameters()).device, "dice", phase, step):
+            for batch in batches:
+                part = self._sum(batch, support, numbers.clip_norm)
+                total = part if total is None else total + part
         return self._release(total or zero_sum(self._model, numbers.clip_norm), support, phase, step)
 
     def release(self, total: ClippedSum | None, support: Support, phase: int, step: int) -> PrivateGradient:

@@ -6,8 +6,9 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from tptopk.gradients.examples import Batch
 from tptopk.privacy.plan import Plan
@@ -40,6 +41,43 @@ class Draws:
         number = max(number, self._next)
         self._next = number + 1
         return self._sampler.sample(0, number, self._plan.phases[0].sample_rate), self._next
+
+
+class Numbers(Dataset[int]):
+    """The places of a dataset, so that whoever copies the loader to skip batches copies `Fetch` with it."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, place: int) -> int:
+        return place
+
+
+class Fetch:
+    """Places → a batch. What records and the collate function draw comes from the run's secret, and moves no other generator.
+
+    A worker draws from its own, whose seed comes from a generator that is secret too.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Batch], streams: Streams) -> None:
+        self._dataset, self._collate, self._number = dataset, collate, 0
+        self._streams: Streams | None = streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_streams": None}  # a worker that is started anew gets no secret
+
+    def __call__(self, places: list[int]) -> Batch:
+        if get_worker_info() is not None or self._streams is None:
+            return self._fetched(places)
+        self._number += 1
+        with self._streams.dice(torch.device("cpu"), "loader", self._number):
+            return self._fetched(places)
+
+    def _fetched(self, places: list[int]) -> Batch:
+        return self._collate([self._dataset[place] for place in places])
 
 
 class PoissonBatches(Sampler[list[int]]):

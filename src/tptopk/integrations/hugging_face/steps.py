@@ -27,6 +27,7 @@ from tptopk.training.metrics import StepRecord
 from tptopk.training.run import Run, RunFolder, ledger_facts
 from tptopk.training.standing import place_in_ledger, refuse_another_run
 from tptopk.training.updates import Updater
+from tptopk.training.verify import described_in
 
 FOLDER = "privacy"  # in the output folder, a run folder; in a checkpoint, what the next step needs of it
 
@@ -54,13 +55,23 @@ class TrainerSteps:
         self._history: list[StepRecord] = []
         self._started = time.monotonic()
 
-    def open(self, path: Path, checkpoint: Path | None, global_step: int, config: Mapping[str, Any]) -> None:
+    def open(
+        self,
+        path: Path,
+        checkpoint: Path | None,
+        global_step: int,
+        config: Mapping[str, Any],
+        *,
+        training_loss: bool = False,
+    ) -> None:
         """Begin a run in the folder, or go on with the one that is there from a checkpoint of Trainer's at that step."""
+        said: dict[str, Any] = {"described": describe(path, self.model, config), "generator": self._streams.name}
         if checkpoint is None:
             self._folder = RunFolder(path, self.model, self.plan, config)
-            self.ledger = Ledger(self.plan, self._folder.ledger, described=describe(path, self.model, config))
+            self.ledger = Ledger(self.plan, self._folder.ledger, training_loss=training_loss, **said)
         else:
-            ledger = self._resumed(path, checkpoint, global_step, describe(path, self.model, config))
+            training_loss |= bool(described_in(path).get("training_loss"))  # measured when an earlier attempt was over
+            ledger = self._resumed(path, checkpoint, global_step, training_loss=training_loss, **said)
             try:
                 self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
                 self._history = self._folder.keep_metrics(sum(ledger.steps.values()))
@@ -72,7 +83,7 @@ class TrainerSteps:
             self.model, self.loss, self.plan, self.ledger, self._streams, self.engine, precision=self._precision
         )
 
-    def _resumed(self, path: Path, checkpoint: Path, global_step: int, described: Mapping[str, str]) -> Ledger:
+    def _resumed(self, path: Path, checkpoint: Path, global_step: int, **said: Any) -> Ledger:
         """Every charge after the checkpoint stays charged, and no randomness of before is drawn again."""
         refuse_another_run(path, self.plan)
         found = load_checkpoint(checkpoint / FOLDER)
@@ -83,7 +94,7 @@ class TrainerSteps:
             raise Refusal(
                 f"{checkpoint} stands at step {global_step} and its privacy state at step {sum(taken.values())}; resume from another"
             )
-        ledger = Ledger.resume(path / "ledger.jsonl", taken, length, head, described=described)
+        ledger = Ledger.resume(path / "ledger.jsonl", taken, length, head, **said)
         try:
             self.policy.restore(found.part("policy"))
             if self._warmup is not None and (part := found.part("warmup")):
@@ -177,6 +188,7 @@ class TrainerSteps:
     def close(self, status: str, config: Mapping[str, Any], *, test_metrics: bool, training_loss: bool) -> Run:
         """Write down the end, whatever it was."""
         assert self.ledger is not None
+        self.ledger.training_loss |= training_loss
         facts = ledger_facts(self.ledger, seeded=False, averaged=False, status=status, generator=self._streams.name)
         run = Run(
             self.model,
@@ -185,7 +197,7 @@ class TrainerSteps:
             self.policy.current,
             self._history,
             {},
-            replace(facts, test_metrics=test_metrics, training_loss=training_loss),
+            replace(facts, test_metrics=test_metrics),
             status,
             time.monotonic() - self._started,
             self.engine,

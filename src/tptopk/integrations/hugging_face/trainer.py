@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from tptopk.gradients.clipping import ENGINES
 from tptopk.gradients.examples import Batch, take
 from tptopk.gradients.precision import check_precision
-from tptopk.integrations.hugging_face.loader import AsDictionary, Draws, PoissonBatches
+from tptopk.integrations.hugging_face.loader import AsDictionary, Draws, Fetch, Numbers, PoissonBatches
 from tptopk.integrations.hugging_face.losses import settled_loss
 from tptopk.integrations.hugging_face.refusals import (
     refuse_arguments,
@@ -263,7 +264,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 f"Trainer is about to take {max_steps} steps and the plan pays for {self.plan.steps}: the arguments were changed since "
                 "PrivateTrainer was built. Build it anew"
             )
-        self._steps.open(Path(self.args.output_dir) / FOLDER, self._checkpoint, global_step, self._config)
+        self._steps.open(
+            Path(self.args.output_dir) / FOLDER,
+            self._checkpoint,
+            global_step,
+            self._config,
+            training_loss=self._loss_was_shown,
+        )
         if self._steps.steps_left < 1:
             raise Refusal(
                 "with the steps that earlier attempts lost, the budget is spent: there is no step left to take"
@@ -273,12 +280,14 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Poisson samples of the train_dataset. It is not prepared by accelerate, which would share them out and even them up."""
         plan, steps = self.plan, self._steps
+        collate = CollateOrEmpty(self._collate, take(self._one(), slice(0, 0)))
         return DataLoader(
-            self.train_dataset,
+            Numbers(self.train_dataset),
             batch_sampler=PoissonBatches(
                 self._draws, self.train_dataset, plan, lambda: steps.taken if steps is not None else 0
             ),
-            collate_fn=CollateOrEmpty(self._collate, take(self._one(), slice(0, 0))),
+            collate_fn=Fetch(self.train_dataset, collate, self._draws.streams),
+            generator=torch.Generator().manual_seed(secrets.randbits(63)),  # of the workers' seeds
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             persistent_workers=self.args.dataloader_persistent_workers,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -34,6 +37,9 @@ class Draws(Protocol):
 
     def sample(self) -> Tensor:
         """The records of a fresh Poisson sample."""
+
+    def dice(self, purpose: str, *place: int) -> AbstractContextManager[None]:
+        """While it is open, what anybody draws from a global generator comes from the run's secret."""
 
     def begin_pass(self) -> int:
         """A new pass over the loader; its number."""
@@ -124,6 +130,17 @@ class _Parts(Sampler[list[int]]):
                 yield chosen
 
 
+def by_secret_dice(batches: Iterator[Batch], dice: Callable[[int], AbstractContextManager[None]]) -> Iterator[Batch]:
+    """The batches, each fetched under the n-th dice of the run: what datasets and collate functions draw is secret."""
+    for number in count():
+        with dice(number):
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+        yield batch
+
+
 class PoissonLoader(DataLoader[Any]):
     """A DataLoader whose every batch is a fresh Poisson sample of the whole dataset, and may be empty.
 
@@ -150,7 +167,7 @@ class PoissonLoader(DataLoader[Any]):
             timeout=like.timeout,
             worker_init_fn=like.worker_init_fn,
             multiprocessing_context=like.multiprocessing_context,
-            generator=like.generator,
+            generator=torch.Generator().manual_seed(secrets.randbits(63)),  # of the workers' seeds, which decide crops
             prefetch_factor=like.prefetch_factor,
             persistent_workers=like.persistent_workers,
         )
@@ -170,7 +187,7 @@ class PoissonLoader(DataLoader[Any]):
                 "public number of the plan and must be right throughout"
             )
         number = self.draws.begin_pass()
-        for batch in super().__iter__():
+        for batch in by_secret_dice(super().__iter__(), lambda n: self.draws.dice("loader", number, n)):
             self.draws.given(self._parts.queue.popleft(), number)
             yield batch
         self.draws.end_pass(number)

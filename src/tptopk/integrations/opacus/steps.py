@@ -24,6 +24,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +155,8 @@ class PrivateSteps:
         self._clipping, self._mean, self._secure = clipping, loss_reduction == "mean", secure
         self._scale = plan.expected_batch_size(plan.phases[0]) / divisor
         self._drawn: Drawn | None = None
-        self._depth, self._passes, self._samples = 0, 0, 0
+        self._depth, self._passes, self._samples, self._forwards = 0, 0, 0, 0
+        self._thrown = ExitStack()  # the dice of the forward pass that is going on
         self._probed = self._said = False
         self.policy = SupportPolicy(plan, Support.full(module), lambda n: self._streams.numpy("support", n))
         self._renew()
@@ -185,6 +187,9 @@ class PrivateSteps:
         self._samples += 1
         return self._sampler.sample(0, self._samples, self.sample_rate)
 
+    def dice(self, purpose: str, *place: int) -> AbstractContextManager[None]:
+        return self._streams.dice(self.device, purpose, *place)
+
     def begin_pass(self) -> int:
         self._passes += 1
         return self._passes
@@ -193,6 +198,7 @@ class PrivateSteps:
         if number != self._passes:
             raise RuntimeError("another pass over the private loader has begun since; one pass at a time")
         self._depth = 0  # an interrupt may have left a forward pass without its end
+        self._thrown.close()
         if part.first:
             self.settle(passed_over=self._drawn is not None and self._drawn.number == number)
             self._drawn = Drawn(part, number, self.next_step)
@@ -245,9 +251,13 @@ class PrivateSteps:
                 scale = float(drawn.part.size) if self._mean else 1.0
                 drawn.recording = Recording(self.module, drawn.part.size, scale)
             drawn.recording.__enter__()
+        self._forwards += 1
+        self._thrown.enter_context(self.dice("forward", self._forwards))  # dropout
 
     def _leave(self, args: object, output: object) -> None:
         self._depth = max(0, self._depth - 1)
+        if self._depth == 0:
+            self._thrown.close()
         if self._depth == 0 and self._drawn is not None and self._drawn.recording is not None:
             self._drawn.recording.__exit__(None, None, None)
 
