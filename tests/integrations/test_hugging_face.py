@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.sampling import PoissonSampler
-from tptopk.training.verify import verify
+from tptopk.training.verify import facts_in, verify
 
 N, BATCH, LENGTH, WORDS, RATE = 40, 10, 6, 24, 0.5
 SIZES = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
@@ -456,6 +457,32 @@ class Crash(TrainerCallback):
 
 
 SAVING = {"save_strategy": "steps", "optim": "adamw_torch", "learning_rate": 0.02, "lr_scheduler_type": "linear"}
+
+
+@pytest.mark.parametrize("how", ["logged", "measured afterwards"])
+def test_a_loss_that_the_first_attempt_showed_is_in_the_statement_of_the_second(how, tmp_path):
+    saving, privacy = {**SAVING, "save_steps": 2, "max_steps": 4}, tmp_path / "privacy"
+
+    class Copy(TrainerCallback):
+        def on_step_end(self, args, state, control, **others):
+            shutil.copytree(privacy, tmp_path / f"killed at {state.global_step}")  # what a kill would leave
+
+    with pytest.warns(PrivacyWarning), pytest.raises(KeyboardInterrupt):
+        first = private(tmp_path, args=saving, callbacks=[Crash(2), Copy()], log_training_loss=how == "logged")
+        try:
+            first.train()
+        finally:
+            first.evaluate(first.train_dataset) if how != "logged" else None
+    killed = tmp_path / "killed at 1"
+    assert facts_in(killed, read_ledger(killed / "ledger.jsonl")).training_loss == (how == "logged")
+    second = private(tmp_path, args=saving, secure_noise=True)
+    second.train(resume_from_checkpoint=True)
+    text = second.run.statement()
+    assert "showed its training loss" in text and "Philox streams" in text and second.run.facts.attempts == 2
+    assert verify(privacy).holds
+    (privacy / "run.json").unlink()  # the ledger alone says so
+    facts = facts_in(privacy, read_ledger(privacy / "ledger.jsonl"))
+    assert facts.training_loss and facts.generator == "philox"
 
 
 @pytest.mark.slow

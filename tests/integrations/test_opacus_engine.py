@@ -582,6 +582,18 @@ def test_a_statement_after_a_checkpoint_says_what_is_not_counted(tmp_path):
     assert "Begun, 2 attempts: not on record, 2" in engine.statement()
 
 
+def test_noise_of_two_generators_is_not_stated_as_of_the_better(tmp_path):
+    said = []
+    for number, secure in enumerate((True, True, False, True)):
+        engine, model, optimizer, loader = private(PrivacyEngine(accountant="rdp", secure_mode=secure))
+        if number:
+            engine.load_checkpoint(path=tmp_path, module=model)
+        train(model, optimizer, loader, steps=1)
+        engine.save_checkpoint(path=tmp_path, module=model)
+        said.append("ChaCha20" in engine.statement())
+    assert said == [True, True, False, False]
+
+
 def test_a_checkpoint_holds_no_secret_and_nothing_pickled(tmp_path):
     engine, model, optimizer, loader = private()
     train(model, optimizer, loader)

@@ -181,6 +181,38 @@ def test_resuming_keeps_what_was_lost_and_drops_what_it_makes_unaffordable(tmp_p
     assert record.charged == again.charged and record.attempts == 2
 
 
+@pytest.mark.parametrize(
+    ("attempts", "generator", "shown"),
+    [
+        ([("chacha20", False)], "chacha20", False),
+        ([("chacha20", False), ("chacha20", True), ("chacha20", False)], "chacha20", True),
+        ([("philox", True), ("chacha20", False)], "philox", True),
+        ([("chacha20", False), ("philox", False)], "philox", False),
+        ([(None, False), ("chacha20", False)], "philox", False),  # begun when ledgers did not say
+        ([(None, False), (None, False)], None, False),
+    ],
+)
+def test_a_caveat_of_one_attempt_is_one_of_the_run(attempts, generator, shown, tmp_path):
+    for n, (name, loss) in enumerate(attempts):
+        said = {"generator": name, "training_loss": loss}
+        ledger = Ledger.resume(tmp_path / "l", {}, 0, "", **said) if n else Ledger(PLAN, tmp_path / "l", **said)
+        ledger.release()  # killed: there is no closing line
+    record = read_ledger(tmp_path / "l")
+    assert (record.generator, record.training_loss) == (generator, shown) == (ledger.generator, ledger.training_loss)
+    for told in ("philox", "chacha20"):  # run.json's word counts where the ledger has none
+        facts = facts_of(record, generator=told)
+        assert (facts.generator, facts.training_loss) == (generator or told, shown)
+    assert facts_of(record, training_loss=True).training_loss
+
+
+def test_ledgers_without_these_words_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(Ledger, "_said", lambda self, described, generator: {})
+    Ledger(PLAN, tmp_path / "l").release()
+    assert "training_loss" not in (tmp_path / "l").read_text()
+    facts = facts_of(read_ledger(tmp_path / "l"), generator="chacha20", training_loss=True)
+    assert facts.generator == "chacha20" and facts.training_loss
+
+
 def test_two_writers_and_a_link_are_kept_out(tmp_path):
     ledger = Ledger(PLAN, tmp_path / "l")
     with pytest.raises(Refusal, match="another process is writing"):

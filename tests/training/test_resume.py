@@ -195,6 +195,18 @@ def test_what_was_lost_stays_charged_and_is_said(tmp_path):
     )
 
 
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+@pytest.mark.parametrize(
+    ("first", "then", "words"),
+    [({}, {"secure_noise": True}, "from Philox streams"), ({"seed": 1}, {}, "Not for release")],
+    ids=["another generator", "a seed"],
+)
+def test_a_caveat_of_the_first_attempt_is_in_the_statement_of_the_second(first, then, words, tmp_path):
+    stopped(tmp_path / "run", 5, **first)
+    resumed = run(tmp_path / "run", resume=True, **then)
+    assert words in resumed.statement() and verify(tmp_path / "run").holds
+
+
 def test_a_run_that_its_account_refuses_leaves_nothing_behind(tmp_path):
     open_account(tmp_path / "account", 0.5, 1e-5)
     with pytest.raises(Refusal, match="budget"):

@@ -3,6 +3,7 @@
 A ledger is a file of JSON lines. Each line holds its number, the hash of the line before, and its own hash; the first
 holds the plan, each attempt at the run opens with a line of its own, and the last closes the run with the hashes of the
 files it left. These two also say when they were written, for whoever files the run; no figure and no decision depends on it.
+An attempt also says what its noise was made by and whether the training loss is shown: a caveat of one is one of the run.
 Nothing is ever rewritten: a line that a crash left half-written never paid for anything, and is cut off when the run is resumed.
 """
 
@@ -42,6 +43,11 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version()}
 
 
+def weaker(before: str | None, now: str | None) -> str | None:
+    """The generator that may be claimed for attempts by both; None where neither says which it was."""
+    return now if now == before else "philox"
+
+
 class Ledger:
     """The charges of one run against its plan; with a path, each is on disk before `charge` returns.
 
@@ -64,12 +70,16 @@ class Ledger:
         seeded: bool = False,
         account_order: float | None = None,
         described: Mapping[str, str] | None = None,
+        generator: str | None = None,
+        training_loss: bool = False,
     ) -> None:
         """`account_order`: the Rényi order of an account that paid for the plan; attempts together never cost more at it.
 
-        `described`: names of the run, its data and its model, as `description.describe` gives them.
+        `described`: names of the run, its data and its model, as `description.describe` gives them. `generator`: what noise is made by, as
+        `Streams` names it. `training_loss`: whether somebody is shown it.
         """
         self.plan, self.path, self.attempt = plan, path, 1
+        self.seeded, self.generator, self.training_loss = seeded, generator, training_loss
         self.described, self.begun = dict(described or {}), list[str | None]([now()])
         self.steps = Counter[int]()  # phase index → steps taken, those of earlier attempts that were kept among them
         self.lost = Counter[int]()  # phase index → steps charged whose outcome was lost
@@ -90,7 +100,7 @@ class Ledger:
                 "seeded": seeded,
                 "versions": versions(),
                 **paid,
-                **self._said(self.described),
+                **self._said(self.described, generator),
             }
         )
 
@@ -105,6 +115,8 @@ class Ledger:
         block: int = 1,
         seeded: bool = False,
         described: Mapping[str, str] | None = None,
+        generator: str | None = None,
+        training_loss: bool = False,
     ) -> Ledger:
         """Go on with a ledger from a checkpoint that stood at `taken` steps of each phase and that length and head.
 
@@ -119,6 +131,8 @@ class Ledger:
             self.plan, self.path, self._block = found.plan, path, block
             self.attempt = found.attempts + 1
             told = dict(described or {})
+            self.seeded, self.generator = found.seeded or seeded, weaker(found.generator, generator)
+            self.training_loss = found.training_loss or training_loss
             self.described, self.begun = together(found.described, told), [*found.begun, now()]
             self.steps = Counter({phase: count for phase, count in taken.items() if count})
             self.lost = Counter(found.charged)
@@ -139,7 +153,7 @@ class Ledger:
                     "versions": versions(),
                     "from": length,
                     "torn": found.torn,
-                    **self._said(told),
+                    **self._said(told, generator),
                 }
             )
         except BaseException:
@@ -159,16 +173,21 @@ class Ledger:
         self._reserved = Counter(self.steps)
         if plan.target_epsilon is not None:
             self._allowed = _affordable(plan, self.lost, self.steps)
-        self.follows([None])
+        self.follows([None], None)
         return self
 
-    def follows(self, begun: Sequence[str | None]) -> None:
-        """The attempts before this one, by when they began."""
-        self.begun = [*begun, self.begun[-1]]
+    def follows(self, begun: Sequence[str | None], generator: str | None) -> None:
+        """The attempts before this one, by when they began, and the generator that may be claimed for all."""
+        self.begun, self.generator = [*begun, self.begun[-1]], generator
         self.attempt = len(self.begun)
 
-    def _said(self, described: Mapping[str, str]) -> dict[str, Any]:
-        return {"time": self.begun[-1], **({"described": dict(described)} if described else {})}
+    def _said(self, described: Mapping[str, str], generator: str | None) -> dict[str, Any]:
+        return {
+            "time": self.begun[-1],
+            **({"described": dict(described)} if described else {}),
+            **({"generator": generator} if generator else {}),
+            "training_loss": self.training_loss,
+        }
 
     @property
     def charged(self) -> Counter[int]:
@@ -233,6 +252,7 @@ class Ledger:
                     "taken": taken,
                     "files": dict(files),
                     "time": ended,
+                    **({"training_loss": True} if self.training_loss else {}),
                 }
             )
             self.ended = ended
@@ -366,6 +386,8 @@ class LedgerRecord:
     described: dict[str, str] = field(default_factory=dict)  # what the attempts were told of the run
     begun: list[str | None] = field(default_factory=list)  # when each attempt began, if it says so
     ended: str | None = None
+    generator: str | None = None  # chacha20 if all attempts say so; None if none says what it used
+    training_loss: bool = False  # whether an attempt showed it
 
     @property
     def head(self) -> str:
@@ -396,7 +418,10 @@ def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -
     queries = 0
     try:
         for line in lines[1:]:
+            record.training_loss |= bool(line.get("training_loss", False))
             if line["kind"] == "attempt":
+                told = line.get("generator")
+                record.generator = weaker(record.generator, told) if record.begun else told
                 record.attempts = line["attempt"]
                 record.seeded |= line["seeded"]
                 record.account_order = line.get("account_order", record.account_order)

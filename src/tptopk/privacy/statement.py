@@ -107,7 +107,10 @@ def facts_of(
     generator: str = "philox",
     training_loss: bool = False,
 ) -> Facts:
-    """What a ledger alone says. Without its closing line the whole plan is charged, if that is more."""
+    """What a ledger alone says. Without its closing line the whole plan is charged, if that is more.
+
+    The keywords are what the rest of the run says: `generator` counts where the ledger names none, and `training_loss` adds to it.
+    """
     plan, phases = record.plan, range(len(record.plan.phases))
     charged = [record.charged[i] for i in phases]
     if record.end is None:
@@ -119,11 +122,11 @@ def facts_of(
         test_metrics=test_metrics,
         averaged=averaged,
         status=record.end["status"] if record.end else "crashed",
-        generator=generator,
+        generator=record.generator or generator,
         attempts=record.attempts,
         versions=record.versions,
         taken_steps=_taken(record),
-        training_loss=training_loss,
+        training_loss=record.training_loss or training_loss,
         described=record.described,
         begun=record.begun,
         ended=record.ended,

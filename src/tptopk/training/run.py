@@ -346,18 +346,19 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str, generator: str) -> Facts:
-    """What the statement needs to know beside the plan."""
+    """What the statement needs to know beside the plan: of this attempt, and of those before what their ledger says."""
     phases = range(len(ledger.plan.phases))
     return Facts(
         epsilon=ledger.epsilon() if ledger.plan.spec.private else None,
         charged_steps=[ledger.charged[i] for i in phases],
-        seeded=seeded,
+        seeded=seeded or ledger.seeded,
         test_metrics=False,
         averaged=averaged,
         status=status,
         attempts=ledger.attempt,
         taken_steps=[ledger.steps[i] for i in phases],
-        generator=generator,
+        generator=ledger.generator or generator,
+        training_loss=ledger.training_loss,
         versions=versions(),
         described=ledger.described,
         begun=ledger.begun,

@@ -107,6 +107,7 @@ def resumed(
     seeded: bool,
     from_start: bool = True,
     described: Mapping[str, str] | None = None,
+    generator: str | None = None,
 ) -> Ledger:
     """Put everything back as the last checkpoint has it, and open the ledger for another attempt.
 
@@ -118,10 +119,14 @@ def resumed(
     if found is None and not from_start:
         raise Refusal(f"{folder} was killed before it could keep what its queries released; begin a new run")
     if found is None:
-        return Ledger.resume(folder / "ledger.jsonl", {}, 0, "", seeded=seeded, described=described)
+        return Ledger.resume(
+            folder / "ledger.jsonl", {}, 0, "", seeded=seeded, described=described, generator=generator
+        )
     taken, length, head = place_in_ledger(found, plan, folder)
     standing.restore(found)
-    return Ledger.resume(folder / "ledger.jsonl", taken, length, head, seeded=seeded, described=described)
+    return Ledger.resume(
+        folder / "ledger.jsonl", taken, length, head, seeded=seeded, described=described, generator=generator
+    )
 
 
 def refuse_another_run(folder: Path, plan: Plan) -> None:

@@ -222,6 +222,7 @@ def fit(
                     seeded=seed is not None,
                     from_start=standardize is None,
                     described=described,
+                    generator=streams.name,
                 )
                 streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
             pay = None if account is None else partial(pay_once if resume else charge_account, account, plan)
@@ -232,7 +233,14 @@ def fit(
             if not resume:
                 order = None if account is None else read_account(account).order
                 path = folder.ledger if folder else None
-                ledger = Ledger(plan, path, seeded=seed is not None, account_order=order, described=described)
+                ledger = Ledger(
+                    plan,
+                    path,
+                    seeded=seed is not None,
+                    account_order=order,
+                    described=described,
+                    generator=streams.name,
+                )
     with team.together():
         if not team.is_first:
             if resume and out is not None:

@@ -122,7 +122,7 @@ def warmup_in(path: str | Path) -> WarmUp:
 
 def facts_in(folder: Path, record: LedgerRecord) -> Facts:
     """What a run's ledger says, and, of what changes no figure, what its run.json does."""
-    described = _described(folder)
+    described = described_in(folder)
     return facts_of(
         record,
         test_metrics=bool(described.get("test_metrics")),
@@ -132,7 +132,8 @@ def facts_in(folder: Path, record: LedgerRecord) -> Facts:
     )
 
 
-def _described(folder: Path) -> dict[str, object]:
+def described_in(folder: Path) -> dict[str, object]:
+    """The facts that a run.json holds; none where it cannot be read."""
     try:
         return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")).get("facts", {}))
     except (OSError, ValueError, AttributeError, TypeError):
@@ -216,7 +217,7 @@ def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
 def _check_statement(record: LedgerRecord, folder: Path, facts: Facts, verdict: Verdict) -> None:
     if record.end is None:
         return
-    described = _described(folder)
+    described = described_in(folder)
     stated = described.get("epsilon")
     if record.plan.spec.private:
         ok = isinstance(stated, (int, float)) and facts.epsilon is not None and stated >= facts.epsilon * (1 - 1e-6)

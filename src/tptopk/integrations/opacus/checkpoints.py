@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tptopk.integrations.opacus.steps import PrivateSteps
 from tptopk.privacy.description import read_time
+from tptopk.privacy.ledger import weaker
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
@@ -32,6 +33,7 @@ def save(path: object, steps: PrivateSteps, *, optimizer: bool, yours: Mapping[s
         "plan": steps.plan.to_dict(),
         "counts": steps.counts(),
         "begun": steps.ledger.begun,
+        "generator": steps.ledger.generator or steps._streams.name,
         "optimizer": groups,
         "yours": dict(yours),
     }
@@ -65,9 +67,10 @@ def load(path: object, steps: PrivateSteps, *, optimizer: bool) -> dict[str, Any
         if groups is not None and not optimizer:
             warnings.warn("the checkpoint holds an optimizer's state, and no optimizer was given", stacklevel=4)
         steps.settle()
+        generator = weaker(found.values.get("generator"), steps.ledger.generator or steps._streams.name)
         begun = max(begun, steps.ledger.begun, key=len)  # this process may have gone back to a checkpoint before
         steps.stand_at(run, taken, charged)
-        steps.ledger.follows(begun)
+        steps.ledger.follows(begun, generator)
         load_weights(steps.module, found.part("model"))
         if optimizer:
             restore_optimizer(steps.optimizer, found.part("optimizer"), groups)
