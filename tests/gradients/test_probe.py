@@ -280,6 +280,120 @@ def test_a_loss_across_examples_is_refused(loss, engine):
         choose_engine(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), loss, VECTORS, engine)
 
 
+TOKENS = (torch.zeros(1, 7, 4), torch.zeros(1, 7, dtype=torch.long))  # vectors of 7 tokens, and a label each
+MASKED = (*TOKENS, torch.zeros(1, 7, dtype=torch.bool))
+CLASSES = (torch.zeros(1, 4), torch.zeros(1, dtype=torch.long))
+
+
+def token_losses(model, x, labels, ignored=-100):
+    found = F.cross_entropy(model(x).flatten(0, -2), labels.flatten(), ignore_index=ignored, reduction="none")
+    return found.view(labels.shape)
+
+
+def over_labelled(model, batch, ignored=-100):
+    counts = batch[1] != ignored
+    return token_losses(model, *batch[:2], ignored).sum(1) * len(counts) / counts.sum()
+
+
+def over_unpadded(model, batch):
+    keep = ~batch[2]
+    return (token_losses(model, *batch[:2]) * keep).sum(1) * len(keep) / keep.sum().clamp(min=1)
+
+
+def over_kept(model, batch):
+    return over_unpadded(model, (*batch[:2], ~batch[2]))
+
+
+def over_kept_and_labelled(model, batch):
+    keep = batch[2] & (batch[1] != -100)
+    return (
+        (token_losses(model, *batch[:2]) * keep).sum(1)
+        / keep.sum(1).clamp(min=1)
+        / (batch[1] != -100).sum()
+        * len(keep)
+    )
+
+
+def over_labelled_records(model, batch):
+    counts = batch[1] != -100
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none") * len(counts) / counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "data"),
+    [
+        (over_labelled, TOKENS),
+        (lambda m, b: over_labelled(m, b, ignored=-1), TOKENS),
+        (over_unpadded, MASKED),
+        (over_kept, MASKED),
+        (over_kept_and_labelled, MASKED),
+        (over_labelled_records, CLASSES),
+        (
+            lambda m, b: token_losses(m, b[0], b[1]).sum(1) * (1 + b[2].any()),
+            (*TOKENS, torch.zeros(1, dtype=torch.bool)),
+        ),
+    ],
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_loss_divided_by_what_counts_in_the_batch_is_refused(loss, data, dropout):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).train()
+    with pytest.raises(Refusal, match="depends on the other examples"):
+        choose_engine(model, loss, data)
+
+
+class PaddedTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, pad):
+        there = ~pad[:, :, None]
+        return self.head((self.layer(x, src_key_padding_mask=pad) * there).sum(1) / there.sum(1))
+
+
+def mean_over_own(model, batch):
+    """NaN for an example with no label at all."""
+    return token_losses(model, *batch[:2]).sum(1) / (batch[1] != -100).sum(1)
+
+
+def mean_over_own_kept(model, batch):
+    return (token_losses(model, *batch[:2]) * batch[2]).sum(1) / batch[2].sum(1).clamp(min=1)
+
+
+def must_be_labelled(model, batch):
+    if bool((batch[1] < 0).any()):
+        raise ValueError("a label is missing")
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "data"),
+    [
+        (lambda: nn.Linear(4, 3), mean_over_own, TOKENS),
+        (lambda: nn.Linear(4, 3), mean_over_own_kept, MASKED),
+        (lambda: nn.Linear(4, 3), must_be_labelled, CLASSES),
+        (lambda: nn.Linear(4, 3), F.cross_entropy, CLASSES),
+        (lambda: nn.Linear(4, 3), lambda m, b: F.nll_loss(m(b[0]).log_softmax(1), b[1], reduction="none"), CLASSES),
+        (
+            lambda: nn.Linear(4, 3),
+            lambda m, b: F.mse_loss(m(b[0]), F.one_hot(b[1], 3).float(), reduction="none").sum(1),
+            CLASSES,
+        ),
+        (lambda: nn.Linear(5, 3), lambda m, b: F.cross_entropy(m(b[0].float()), b[1], reduction="none"), IDS),
+        (lambda: nn.Sequential(nn.Embedding(12, 3), nn.Flatten(), nn.Linear(15, 3)), F.cross_entropy, IDS),
+        (
+            PaddedTransformer,
+            lambda m, b: F.cross_entropy(m(b[0], b[2]), b[1][:, 0], reduction="none"),
+            MASKED,
+        ),
+    ],
+)
+def test_masks_and_ignored_labels_do_not_refuse_honest_losses(model, loss, data):
+    torch.manual_seed(0)
+    assert choose_engine(model().train(), loss, data) in ("capture", "vmap")
+
+
 def test_a_model_that_sorts_its_batch_is_not_captured():
     class Sorted(nn.Module):
         def __init__(self) -> None:

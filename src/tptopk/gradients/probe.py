@@ -10,6 +10,7 @@ that the engine's gradient of every single example is the reference's. It puts w
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tptopk.gradients.capture import Capture, NotCaptured
 from tptopk.gradients.clipping import ENGINES, per_example_gradients
@@ -25,6 +26,7 @@ from tptopk.gradients.examples import (
     Batch,
     PerExampleLoss,
     checked_losses,
+    move,
     per_example,
     refuse_foreign_leaves,
     rows_of,
@@ -37,6 +39,7 @@ from tptopk.supports.support import Support, trainable
 
 EXAMPLES = 8
 TOLERANCE = 1e-3  # relative; a missing or doubled term is off by far more
+IGNORED = (-100, -1)  # labels that commonly mean: this one does not count
 
 Maker = Callable[[int, int], Batch]  # (seed, number of examples) → made-up batch
 
@@ -95,11 +98,16 @@ def refuse_unsuitable(model: nn.Module) -> None:
 
 
 def made_up(
-    value: Any, generator: np.random.Generator, positive: bool = False, ids: int = 2, examples: int | None = None
+    value: Any,
+    generator: np.random.Generator,
+    positive: bool = False,
+    ids: int = 2,
+    examples: int | None = None,
+    truth: float = 0.0,
 ) -> Any:
-    """A value of the same shape and type that is nobody's: normal (or positive) numbers, ids below `ids`."""
+    """A value of the same shape and type that is nobody's: normal (or positive) numbers, ids below `ids`, booleans true at the rate `truth`."""
     if isinstance(value, (bool, np.bool_)):
-        return False
+        return bool(generator.random() < truth)
     if isinstance(value, (int, np.integer)):
         return int(generator.integers(ids))
     if isinstance(value, (float, np.floating)):
@@ -107,12 +115,13 @@ def made_up(
     if isinstance(value, str):
         return "ab"[generator.integers(2)]
     if isinstance(value, np.ndarray):
-        return made_up(torch.from_numpy(value), generator, positive, ids).numpy()
+        return made_up(torch.from_numpy(value), generator, positive, ids, truth=truth).numpy()
     if not isinstance(value, Tensor):
         return value
     shape = tuple(value.shape) if examples is None else (examples, *value.shape[1:])
+    drawn: np.ndarray[Any, Any]
     if value.dtype == torch.bool:
-        drawn = np.zeros(shape, dtype=bool)
+        drawn = generator.random(shape) < truth
     elif value.is_floating_point() or value.is_complex():
         drawn = generator.uniform(0.1, 1.0, shape) if positive else generator.standard_normal(shape)
     else:
@@ -127,14 +136,17 @@ def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
     """
     problem: Exception | None = None
     poor: Maker | None = None
-    # An id out of range is an error on a CPU but the end of the process's GPU context, so ids are tried on a CPU.
-    trial = copy.deepcopy(model).cpu() if any(p.is_cuda for p in model.parameters()) else model
+    # A mask is true where something counts, or where it does not.
+    truths = (0.0, 1.0) if any(t.dtype == torch.bool for t in tensors_of(like)) else (0.0,)
+    trial = _on_cpu(model)
     for positive in (False, True):
-        for ids in (10, 2, 1):
+        for ids, truth in itertools.product((10, 2, 1), truths):
 
-            def make(seed: int, examples: int, positive: bool = positive, ids: int = ids) -> Batch:
+            def make(
+                seed: int, examples: int, positive: bool = positive, ids: int = ids, truth: float = truth
+            ) -> Batch:
                 generator = np.random.default_rng(seed)
-                return tree_map(lambda leaf: made_up(leaf, generator, positive, ids, examples), like)
+                return tree_map(lambda leaf: made_up(leaf, generator, positive, ids, examples, truth), like)
 
             try:
                 with torch.no_grad():
@@ -159,6 +171,11 @@ def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
         f"the model or the loss failed on made-up examples of the data's shapes {shapes}: {type(problem).__name__}: {problem}"
         + _channels_first(model, shapes[0] if shapes else ())
     ) from problem
+
+
+def _on_cpu(model: nn.Module) -> nn.Module:
+    """An id out of range is an error on a CPU but the end of the process's GPU context, so ids are tried on a CPU."""
+    return copy.deepcopy(model).cpu() if any(p.is_cuda for p in model.parameters()) else model
 
 
 def _channels_first(model: nn.Module, shape: tuple[int, ...]) -> str:
@@ -224,27 +241,140 @@ def _refuse_traces(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
 
 @torch.no_grad()
 def _refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
-    """An example's loss is the same whatever stands beside it, and however much."""
-    batch, others = make(0, EXAMPLES), make(1, EXAMPLES)
+    """An example's loss is the same whatever stands beside it, and however much; also beside masks and labels to ignore."""
+    mixed = (
+        "an example's loss depends on the other examples of its batch, so clipping one gradient does not bound one record's influence; "
+        "make the model and the loss treat examples independently"
+    )
+    if _mixes(model, loss, make(0, EXAMPLES), make(1, EXAMPLES)):
+        raise Refusal(mixed)
+    trial = _on_cpu(model)
+    for batch, others in _with_masks_and_ignored(model, trial, loss, make):
+        try:
+            found = _mixes(model, loss, batch, others, wherever_finite=True)
+        except Exception:  # such values are more than the model or the loss takes
+            continue
+        if found:
+            raise Refusal(
+                mixed
+                + " (it shows where masks or labels to ignore differ between records: a loss divided by the number of tokens that "
+                "count must be divided by each example's own number, not by the batch's)"
+            )
 
-    def same(a: Tensor, b: Tensor) -> bool:
-        return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
-    mixed = "an example's loss depends on the other examples of its batch, so clipping one gradient does not bound one record's influence; make the model and the loss treat examples independently"
-    alone = _losses(loss, model, batch)
-    for i in range(EXAMPLES):
-        place = torch.arange(EXAMPLES, device=alone.device) == i
-        beside = tree_map(lambda a, b: a if a is None else torch.where(_like(place, a), a, b), batch, others)  # noqa: B023
-        if not same(_losses(loss, model, beside)[i], alone[i]):
-            raise Refusal(mixed)
+def _mixes(model: nn.Module, loss: PerExampleLoss, batch: Batch, others: Batch, wherever_finite: bool = False) -> bool:
+    """Whether an example's loss changes with what stands beside it.
+
+    With `wherever_finite` only examples are judged that have a finite loss when they are alone, and rounding is measured by the largest loss.
+    """
     with _deterministic(model, loss, batch):
+        alone = torch.stack([_loss_alone(model, loss, batch, i, wherever_finite) for i in range(EXAMPLES)])
+        judged = torch.isfinite(alone) if wherever_finite else torch.ones_like(alone, dtype=torch.bool)
+        if not bool(judged.any()):
+            return False
+        slack = 1e-5 + (1e-4 * float(alone[judged].abs().max()) if wherever_finite else 0.0)
+
+        def same(a: Tensor, b: Tensor) -> bool:
+            return torch.allclose(a, b, rtol=1e-4, atol=slack)
+
         many = tree_map(lambda a, b: a if a is None else torch.cat([a, b, a[:1]]), batch, others)  # 17 examples
-        whole = _losses(loss, model, batch)
-        if not (
-            same(_losses(loss, model, many)[:EXAMPLES], whole)
-            and same(_losses(loss, model, take(batch, slice(0, 1)))[0], whole[0])
-        ):
-            raise Refusal(mixed)
+        for larger in (batch, many):
+            if not same(_losses(loss, model, larger)[:EXAMPLES][judged], alone[judged]):
+                return True
+    here = _losses(loss, model, batch)
+    for i in judged.nonzero().flatten().tolist()[: 2 if wherever_finite else EXAMPLES]:
+        place = torch.arange(EXAMPLES, device=here.device) == i
+        beside = tree_map(lambda a, b: a if a is None else torch.where(_like(place, a), a, b), batch, others)  # noqa: B023
+        if not same(_losses(loss, model, beside)[i], here[i]):
+            return True
+    return False
+
+
+def _loss_alone(model: nn.Module, loss: PerExampleLoss, batch: Batch, i: int, may_fail: bool) -> Tensor:
+    try:
+        return _losses(loss, model, take(batch, slice(i, i + 1)))[0]
+    except Exception:
+        if not may_fail:
+            raise
+        return torch.full((), torch.nan, device=tensors_of(batch)[0].device)
+
+
+def _with_masks_and_ignored(
+    model: nn.Module, trial: nn.Module, loss: PerExampleLoss, make: Maker
+) -> Iterator[tuple[Batch, Batch]]:
+    """Pairs of made-up batches with booleans that differ from record to record, and with integers that are in part an ignored label.
+
+    What the model or the loss fails on, such as an id that no embedding has, is left out.
+    """
+    leaves = tree_flatten(make(0, EXAMPLES))[0]
+    masks = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and leaf.dtype == torch.bool]
+    whole = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and _holds_negative(leaf.dtype)]
+
+    def changed(
+        pair: list[Batch], which: list[int], how: Callable[[Tensor, np.random.Generator], Tensor]
+    ) -> list[Batch]:
+        found = []
+        for seed, batch in enumerate(pair):
+            generator, (parts, form) = np.random.default_rng(10 + seed), tree_flatten(batch)
+            parts = [how(part, generator) if n in which else part for n, part in enumerate(parts)]
+            found.append(tree_unflatten(parts, form))
+        return found
+
+    def runs(pair: list[Batch]) -> bool:
+        device = next(trial.parameters()).device
+        try:
+            for batch in pair:
+                checked_losses(loss, trial, move(batch, device) if trial is not model else batch)
+        except Exception:
+            return False
+        return True
+
+    plain = [make(0, EXAMPLES), make(1, EXAMPLES)]
+    masked = [changed(plain, masks, how) for how in (_scattered, _ending, _beginning)] if masks else []
+    masked = [pair for pair in masked if runs(pair)]
+    yield from ((batch, others) for batch, others in masked)
+    for base in [plain, *masked[:1]]:
+        for n in whole:
+            for label in IGNORED:
+                pair = changed(base, [n], lambda leaf, generator: _partly(label, leaf, generator))  # noqa: B023
+                if runs(pair):
+                    yield pair[0], pair[1]
+
+
+def _is_filled(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() > 0
+
+
+def _holds_negative(dtype: torch.dtype) -> bool:
+    whole = not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+    return whole and torch.iinfo(dtype).min <= min(IGNORED)
+
+
+def _scattered(leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    """Booleans, each by chance, of another share in each record; of several, one is true and one false."""
+    drawn = generator.random((len(leaf), leaf[0].numel())) < generator.uniform(0.2, 0.8, (len(leaf), 1))
+    for record in drawn if drawn.shape[1] > 1 else [drawn[:, 0]]:
+        one, other = generator.choice(len(record), 2, replace=False)
+        record[one], record[other] = True, False
+    return torch.as_tensor(drawn).view(leaf.shape).to(leaf.device)
+
+
+def _ending(leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    """Booleans that are true from somewhere on along the last axis, as those of padding."""
+    if leaf.dim() == 1:
+        return _scattered(leaf, generator)
+    length = leaf.shape[-1]
+    starts = generator.integers(1, max(2, length), (len(leaf), *[1] * (leaf.dim() - 1)))
+    ending = np.broadcast_to(np.arange(length) >= starts, tuple(leaf.shape))
+    return torch.as_tensor(ending.copy()).to(leaf.device)
+
+
+def _beginning(leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    return ~_ending(leaf, generator)
+
+
+def _partly(label: int, leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    return torch.where(_scattered(leaf, generator), torch.full_like(leaf, label), leaf)
 
 
 def same_in_both(model: nn.Module, loss: PerExampleLoss, batch: Batch, other: Batch) -> bool:
@@ -291,7 +421,8 @@ def _deterministic(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> Iter
             for module in quiet:
                 module.training = False
             with torch.no_grad():
-                if torch.equal(_losses(loss, model, batch, seed=1), _losses(loss, model, batch, seed=2)):
+                once, again = (_losses(loss, model, batch, seed=seed).nan_to_num() for seed in (1, 2))
+                if torch.equal(once, again):
                     break
         yield
     finally:
