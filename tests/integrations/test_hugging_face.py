@@ -43,6 +43,7 @@ from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.sampling import PoissonSampler
+from tptopk.training.trained import TRAINED
 from tptopk.training.verify import facts_in, verify
 
 N, BATCH, LENGTH, WORDS, RATE = 40, 10, 6, 24, 0.5
@@ -534,6 +535,16 @@ def test_a_crash_loses_no_charge_and_no_noise_or_sample_is_drawn_again(tmp_path,
     again = dict(samples[len(first) :])
     assert any(again[n] != first[n] for n in again if n in first)  # ten of forty twice alike: once in 1e9 runs
     assert verify(tmp_path / "privacy").holds and "3 steps were charged and lost" in resumed.run.statement()
+
+
+def test_a_model_that_another_part_of_the_library_trained_is_refused(tmp_path):
+    model = network()
+    TRAINED.add(model)  # as fit and PrivacyEngine do
+    with pytest.raises(Refusal, match="its weights carry that cost"):
+        private(tmp_path, model).train()
+    own = private(tmp_path, args={"max_steps": 1})
+    own.train()
+    assert own.model in TRAINED
 
 
 def test_a_notebook_goes_on_with_the_same_trainer(tmp_path, monkeypatch):

@@ -15,8 +15,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import tptopk
 from tests.integrations.loops import BATCH, N, network, private, records, sgd, train, with_samples
 from tptopk.integrations.opacus import PrivacyEngine
+from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.updates import Updater
 
@@ -185,6 +187,21 @@ def test_make_private_is_called_once():
     ):
         with pytest.raises(Refusal, match=message):
             which.make_private(module=what[0], optimizer=what[1], data_loader=what[2], **given)
+
+
+def test_a_model_that_fit_trained_is_refused_and_the_other_way_round_warned_about():
+    plan = tptopk.Plan.calibrate(
+        "dp-sgd", epsilon=3.0, delta=1e-4, batch_size=BATCH, dataset_size=N, steps=2, accountant="rdp"
+    )
+    model = network()
+    tptopk.fit(model, records(), plan, sgd(model), loss=F.cross_entropy)
+    with pytest.raises(Refusal, match="its weights carry that training's cost"):
+        PrivacyEngine().make_private(
+            module=model, optimizer=sgd(model), data_loader=loader_of(), noise_multiplier=1.0, max_grad_norm=1.0
+        )
+    model = private()[1]
+    with pytest.warns(PrivacyWarning, match="which this run's ε does not count"):
+        tptopk.fit(model, records(), plan, sgd(model), loss=F.cross_entropy)
 
 
 def test_a_module_moved_afterwards_is_refused():

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +44,9 @@ from tptopk.training.run import Run, RunFolder, ledger_facts, refuse_another_sch
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
 from tptopk.training.standardize import Standardize, check_queries
 from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow, resumed
+from tptopk.training.trained import TRAINED
 from tptopk.training.updates import WeightAverage, check_optimizer
 
-_trained: WeakSet[nn.Module] = WeakSet()  # models that came out of a private run
 MOST_EXAMPLES = {"cpu": 512, "cuda": 65536}  # of one physical batch, unless asked for
 
 
@@ -185,7 +184,7 @@ def fit(
             engine = "ordinary"
         if test_set is not None:
             check_test_set(model, test_set, loss, collate, device)
-        if plan.spec.private and model in _trained:
+        if plan.spec.private and model in TRAINED:
             warnings.warn(
                 "this model was trained privately before in this process: its weights carry that run's cost, which this run's ε does "
                 "not count",
@@ -275,7 +274,7 @@ def fit(
     started = time.monotonic()
     status = "failed"
     try:
-        _trained.add(model)
+        TRAINED.add(model)
         ledger.charge_queries()
         if standardize is not None and not resume:
             if team.is_first:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -37,11 +36,11 @@ from tptopk.privacy.refusal import Refusal, check_count, nearest
 from tptopk.training.checks import check_length, largest_batch
 from tptopk.training.run import Run
 from tptopk.training.sampling import Records
+from tptopk.training.trained import TRAINED
 from tptopk.training.trainer import MOST_EXAMPLES
 from tptopk.training.updates import check_optimizer
 
 OF_PRIVATE_RECORDS = ("loss", "grad_norm", "train_loss")  # what Trainer logs of its training batches
-_trained: WeakSet[nn.Module] = WeakSet()  # models that have taken private steps
 
 
 class PrivateTrainer(Trainer):  # type: ignore[misc]
@@ -220,7 +219,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         if trial is not None:
             raise Refusal("trial: a search trains on the private records again and again, and this plan pays for once")
         self._checkpoint = self._checkpoint_at(resume_from_checkpoint)
-        if self.model in _trained and self._checkpoint is None:
+        if self.model in TRAINED and self._checkpoint is None:
             raise Refusal(
                 "this model was trained privately before, and its weights carry that cost; give resume_from_checkpoint=, or build model and "
                 "trainer anew"
@@ -275,7 +274,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             raise Refusal(
                 "with the steps that earlier attempts lost, the budget is spent: there is no step left to take"
             )
-        _trained.add(self.model)
+        TRAINED.add(self.model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Poisson samples of the train_dataset. It is not prepared by accelerate, which would share them out and even them up."""

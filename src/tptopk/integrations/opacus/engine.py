@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,11 +24,11 @@ from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
 from tptopk.privacy.statement import statement
 from tptopk.training.run import ledger_facts
+from tptopk.training.trained import TRAINED
 from tptopk.training.updates import check_optimizer
 
 MOST_EPOCHS = 10_000  # where a plan ends that was given no horizon
 ACCOUNTANTS = {"prv": "pld", "pld": "pld", "rdp": "rdp", "rdp-paper": "rdp-paper"}
-_private: WeakSet[nn.Module] = WeakSet()  # modules that have an engine
 
 
 class Accountant:
@@ -214,9 +213,9 @@ class PrivacyEngine:
             raise Refusal(
                 "this engine has made a training private already; one engine keeps one account, so make another"
             )
-        if isinstance(optimizer, PrivateOptimizer) or module in _private:
+        if isinstance(optimizer, PrivateOptimizer) or module in TRAINED:
             raise Refusal(
-                "this module or optimizer was made private before, and its weights carry that training's cost; build both anew, "
+                "this module or optimizer was trained or made private before, and its weights carry that training's cost; build both anew, "
                 "or go on with what make_private returned"
             )
         self.validate(module=module, optimizer=optimizer, data_loader=loader)
@@ -239,7 +238,7 @@ class PrivacyEngine:
             PrivacyWarning,
             stacklevel=4,
         )
-        _private.add(module)
+        TRAINED.add(module)
         self.accountant.steps = steps
         private_loader = PoissonLoader(loader, steps, CollateOrEmpty(loader.collate_fn, empty), len(loader))
         return module, PrivateOptimizer(optimizer, steps, expected), private_loader

@@ -1,0 +1,12 @@
+"""Which models this process has trained, by `fit` or by an integration: their weights carry what that cost.
+
+A run without privacy is among them: its cost is the greatest of all.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakSet
+
+from torch import nn
+
+TRAINED: WeakSet[nn.Module] = WeakSet()
