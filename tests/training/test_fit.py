@@ -386,7 +386,7 @@ def part(model):
         ({"ema": 1.0}, "ema"),
         ({"the_plan": plan(active_ratio=0.001)}, "k = 0"),
         ({"test_set": (torch.zeros(0, 6), torch.zeros(0, dtype=torch.long))}, "test set is empty"),
-        ({"test_set": (torch.zeros(5, 7), torch.zeros(5, dtype=torch.long))}, "first test record"),
+        ({"test_set": (torch.zeros(5, 7), torch.zeros(5, dtype=torch.long))}, "a test record"),
         ({"test_set": (data()[0], data()[1] + 1)}, "of 300 test records have a label that is no class"),
         ({"test_set": [(x, int(y) - 1) for x, y in zip(*data(5), strict=True)]}, "of 5 test records have a label"),
         ({"out": "/proc/nothing/here"}, "cannot write"),
@@ -447,16 +447,24 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
 
 def test_a_test_set_that_fails_late_does_not_cost_the_model(tmp_path):
     class Unreadable(torch.utils.data.Dataset):
+        def __init__(self, times):
+            self.times = times  # that record 15 can be read
+
         def __len__(self):
             return 20
 
         def __getitem__(self, i):
             if i == 15:
-                raise OSError("disk error")
+                self.times -= 1
+                if self.times < 0:
+                    raise OSError("disk error")
             return data(20, seed=1)[0][i], i % 3
 
+    with pytest.raises(Refusal, match="a test record: OSError: disk error"):
+        fit(out=tmp_path / "run", test_set=Unreadable(0))
+    assert not (tmp_path / "run").exists(), "what can be seen beforehand costs nothing"
     with pytest.warns(UserWarning, match="could not be measured"):
-        run = fit(out=tmp_path / "run", test_set=Unreadable())
+        run = fit(out=tmp_path / "run", test_set=Unreadable(1))
     assert run.status == "finished" and run.test == {}
     assert tptopk.load(tmp_path / "run", network()).status == "finished"
 

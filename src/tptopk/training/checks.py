@@ -45,7 +45,7 @@ def check_test_set(
         raise
     except Exception as error:
         raise Refusal(
-            f"the model or the loss failed on the first test record: {type(error).__name__}: {error}"
+            f"the model or the loss failed on a test record: {type(error).__name__}: {error}"
         ) from error
     finally:
         model.train(training)
