@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import UserDict
 
 import numpy as np
@@ -195,6 +196,124 @@ def test_a_collate_that_multiplies_or_mixes_records_is_refused():
     with pytest.raises(Refusal, match="mixes records"):
         Records(Squares(), mixing).refuse_mixing_collate()
     Records(Squares(), padding).refuse_mixing_collate()
+
+
+class Flagged:
+    """Records as a tokenizer's, with a flag."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int):
+        return {"ids": torch.arange(6) + index, "flag": torch.tensor(index > 4), "label": index % 2}
+
+
+def stacked(records):
+    return {name: torch.stack([torch.as_tensor(r[name]) for r in records]) for name in records[0]}
+
+
+def cumulative(records):  # the first record is untouched
+    batch = stacked(records)
+    return {**batch, "ids": batch["ids"].cumsum(0)}
+
+
+def greatest_of_more_than_two(records):
+    batch = stacked(records)
+    return {**batch, "ids": batch["ids"].amax(0).expand_as(batch["ids"])} if len(records) > 2 else batch
+
+
+def label_of_the_first(records):
+    batch = stacked(records)
+    return {**batch, "label": batch["label"][:1].expand(len(records))}
+
+
+def flag_of_the_first(records):
+    batch = stacked(records)
+    return {**batch, "flag": batch["flag"][:1].expand(len(records))}
+
+
+def random_label_of_another(records):
+    batch = masked_ids(records)
+    return {**batch, "label": batch["label"].roll(1)}
+
+
+def last_changed_by_those_before(records):
+    batch = stacked(records)
+    batch["ids"][-1] += batch["ids"][:-1].sum(0)
+    return batch
+
+
+def scaled_by_their_number(records):
+    batch = stacked(records)
+    return {**batch, "ids": batch["ids"] * len(records)}
+
+
+def numbered(records):
+    return {**stacked(records), "place": torch.arange(len(records))}
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        cumulative,
+        greatest_of_more_than_two,
+        label_of_the_first,
+        flag_of_the_first,
+        random_label_of_another,
+        last_changed_by_those_before,
+        scaled_by_their_number,
+        numbered,
+    ],
+)
+def test_a_collate_that_mixes_elsewhere_than_in_the_first_of_two_records_is_refused(collate):
+    with pytest.raises(Refusal, match="mixes records"):
+        Records(Flagged(), collate).refuse_mixing_collate()
+
+
+def masked_ids(records):
+    batch = stacked(records)
+    return {**batch, "ids": torch.where(torch.rand(batch["ids"].shape) < 0.15, 0, batch["ids"])}
+
+
+def shuffled_words(records):
+    """As many draws as a record has different ids: after it, the records' own draws are others."""
+    for r in records:
+        different = sorted(set(r["ids"].tolist()))
+        random.shuffle(different)
+        r["ids"][0] = different[0]
+    return stacked(records)
+
+
+def taken_apart(records):
+    labels = [r.pop("label") for r in records]
+    for r in records:
+        r["ids"] += 1
+    return {**stacked(records), "label": torch.tensor(labels)}
+
+
+def named_labels(records):
+    return {
+        **stacked(records),
+        "label": torch.tensor([("no", "yes").index(("no", "yes")[r["label"]]) for r in records]),
+    }
+
+
+@pytest.mark.parametrize("collate", [stacked, masked_ids, shuffled_words, taken_apart, named_labels])
+def test_a_collate_that_keeps_records_apart_is_accepted(collate):
+    before = random.getstate(), torch.get_rng_state()
+    Records(Flagged(), collate).refuse_mixing_collate()
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_a_collate_with_a_generator_of_its_own_is_refused_with_the_reason():
+    own = torch.Generator().manual_seed(0)
+
+    def collate(records):
+        batch = stacked(records)
+        return {**batch, "ids": batch["ids"] + torch.randint(0, 9, batch["ids"].shape, generator=own)}
+
+    with pytest.raises(Refusal, match="generator of its own"):
+        Records(Flagged(), collate).refuse_mixing_collate()
 
 
 def padded_lists(records):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from torch.utils._pytree import tree_map
 from tptopk.gradients.examples import Batch
 from tptopk.gradients.probe import made_up
 from tptopk.privacy.refusal import Refusal, check_count
-from tptopk.training.sampling import Collate, Records
+from tptopk.training.sampling import Collate, Records, same_dice
 
 Views = Callable[[Tensor], Tensor]  # inputs [B, …] → [B, V, …]
 
@@ -92,7 +90,7 @@ class RowRecords(Records):
             return
         like, _ = _pair(self.fetch(torch.zeros(1, dtype=torch.long)))
         one, *others = (made_up(like, np.random.default_rng(n)) for n in range(20))
-        with _same_dice() as again:
+        with same_dice() as again:
 
             def seen(place: int, beside: list[Tensor]) -> Tensor:
                 again()
@@ -142,19 +140,3 @@ def _checked(seen: Tensor, inputs: Tensor) -> Tensor:
             f"{tuple(seen.shape) if isinstance(seen, Tensor) else type(seen).__name__}"
         )
     return seen
-
-
-@contextmanager
-def _same_dice() -> Iterator[Callable[[], None]]:
-    """A function that sets all usual generators to one seed; afterwards they are as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-
-    def again() -> None:
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-
-    with torch.random.fork_rng():
-        yield again
-    random.setstate(python)
-    np.random.set_state(numpy)

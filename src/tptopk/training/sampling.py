@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,17 +48,68 @@ class Records:
         return batch_length(self.tensors) if self.tensors is not None else len(self._dataset)
 
     def refuse_mixing_collate(self) -> None:
-        """Refuse a collate function under which one record's tensors depend on the records beside it."""
+        """Refuse a collate function under which one record's tensors depend on the records beside it.
+
+        A made-up record is put into batches of 1, 2 and 9, first, in the middle and last, beside several others. Where the function draws at
+        random, only batches are compared in which it draws the same numbers for the record. Tensors of different shapes are judged by
+        `refuse_mixing_by_length`.
+        """
         if self.tensors is not None or self._collate is default_collate:
             return
+        one, *others = self._made_up_records(20)
+        alone: Batch | None = None
+        with same_dice() as again:
+
+            def collated(records: list[Any]) -> tuple[Batch, Any]:
+                """A batch, and where the generators are after it."""
+                again()
+                batch = self._collate([_copied(record) for record in records])
+                if batch_length(batch) != len(records):
+                    raise Refusal(
+                        f"the collate function made {batch_length(batch)} examples of {len(records)} records; a record must stay one "
+                        "example, or it would count more than once"
+                    )
+                return batch, _dice()
+
+            def seen(place: int, beside: list[Any]) -> tuple[Batch, bool]:
+                """The record's tensors, and whether anything was drawn."""
+                again()
+                before = _dice()
+                batch, after = collated([*beside[:place], one, *beside[place:]])
+                return take(batch, slice(place, place + 1)), after != before
+
+            for place, count in ((0, 1), (0, 8), (4, 8), (8, 8)):
+                first, draws = seen(place, others[:count])
+                if _differ(first, seen(place, others[:count])[0]):
+                    raise Refusal(
+                        "the collate function does not give the same twice under one seed: it keeps state, or draws from a generator of its "
+                        "own (use torch.rand, numpy.random or random), so that it cannot be tried out whether it mixes records"
+                    )
+                for start in (3, 6, 9, 11):
+                    then = others[start : start + count]
+                    if draws and place > 0 and collated(then[:place])[1] != collated(others[:place])[1]:
+                        continue  # after other draws for the records before it, a record's own draws are others too
+                    if _differ(first, seen(place, then)[0]):
+                        raise Refusal(
+                            "the collate function mixes records: one record's tensors change with the records beside it"
+                        )
+                if not draws:
+                    alone = seen(0, [])[0] if alone is None else alone
+                    if _differ(first, alone):
+                        raise Refusal(
+                            "the collate function mixes records: one record's tensors change with its place or with the number of records "
+                            "beside it"
+                        )
+
+    def _made_up_records(self, count: int) -> list[Any]:
+        """As the first record in structure alone; with ids below 10 and booleans of both kinds, if the collate function takes them."""
         record = self._dataset[0]
-        a, b, c = (_made_up_record(record, seed) for seed in range(3))
-        first, second = (_first(self._collate_by_the_same_chance([a, other])) for other in (b, c))
-        for x, y in zip(tensors_of(first), tensors_of(second), strict=True):
-            if x.shape == y.shape and not torch.equal(x.nan_to_num(), y.nan_to_num()):
-                raise Refusal(
-                    "the collate function mixes records: the first record's tensors change with the second record"
-                )
+        many = [_made_up_record(record, seed, ids=10, truth=0.5) for seed in range(count)]
+        try:
+            self._collate_by_the_same_chance([_copied(one) for one in many])
+        except Exception:
+            return [_made_up_record(record, seed) for seed in range(count)]
+        return many
 
     def refuse_mixing_by_length(self, model: nn.Module, loss: PerExampleLoss, device: torch.device) -> None:
         """Refuse padding to the longest record of a batch where it changes another record's loss."""
@@ -91,8 +144,8 @@ class Records:
 
     def _collate_by_the_same_chance(self, records: list[Any]) -> Batch:
         """A collate function may draw (which tokens to mask, say): two calls differ by their records alone."""
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
+        with same_dice() as again:
+            again()
             return self._collate(records)
 
     def batch(self, indices: Tensor, device: torch.device) -> Batch:
@@ -110,7 +163,7 @@ class Records:
         return batch
 
 
-def _made_up_record(record: Any, seed: int, stretch: int = 1) -> Any:
+def _made_up_record(record: Any, seed: int, stretch: int = 1, ids: int = 2, truth: float = 0.0) -> Any:
     """A record of the same structure that is nobody's; with `stretch`, sequences that many times as long.
 
     Sequences are tensors, arrays, texts, and lists of numbers inside a record, such as a tokenizer's.
@@ -119,8 +172,8 @@ def _made_up_record(record: Any, seed: int, stretch: int = 1) -> Any:
 
     def invent(leaf: Any) -> Any:
         if isinstance(leaf, list):
-            return [made_up(number, generator) for number in leaf] * stretch
-        value = made_up(leaf, generator)
+            return [made_up(number, generator, ids=ids, truth=truth) for number in leaf] * stretch
+        value = made_up(leaf, generator, ids=ids, truth=truth)
         if isinstance(value, str):
             return " ".join([value] * stretch)
         if isinstance(value, np.ndarray) and value.ndim > 0:
@@ -136,12 +189,47 @@ def _is_list_of_numbers(part: Any) -> bool:
     return isinstance(part, list) and bool(part) and all(isinstance(number, (int, float)) for number in part)
 
 
-def _first(batch: Batch) -> Batch:
-    if batch_length(batch) != 2:
-        raise Refusal(
-            f"the collate function made {batch_length(batch)} examples of 2 records; a record must stay one example, or it would count more than once"
-        )
-    return take(batch, slice(0, 1))
+def _copied(record: Any) -> Any:
+    """A record that the collate function may take apart."""
+    return tree_map(
+        lambda leaf: (
+            leaf.clone() if isinstance(leaf, Tensor) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        ),
+        record,
+    )
+
+
+def _differ(a: Batch, b: Batch) -> bool:
+    """Whether two batches hold other numbers in tensors of the same shape."""
+    ours, theirs = tensors_of(a), tensors_of(b)
+    if [t.dtype for t in ours] != [t.dtype for t in theirs]:
+        return True
+    pairs = zip(ours, theirs, strict=True)
+    return any(x.shape == y.shape and not torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+
+
+def _dice() -> Any:
+    """Where torch's, NumPy's and Python's own generators are."""
+    numpy: Any = np.random.get_state()
+    return torch.get_rng_state().numpy().tobytes(), numpy[1].tobytes(), numpy[2:], random.getstate()
+
+
+@contextmanager
+def same_dice() -> Iterator[Callable[[], None]]:
+    """A function that sets all usual generators to one seed; afterwards they are as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+
+    def again() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    try:
+        with torch.random.fork_rng():
+            yield again
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _is_tensors(dataset: Any) -> bool:
