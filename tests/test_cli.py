@@ -55,7 +55,8 @@ def test_train_writes_a_run_and_prints_what_it_cost(tptopk, tmp_path):
     done = tptopk("train", *QUICK, cwd=tmp_path)
     for word in ("test accuracy", "ε", "δ", "σ₁", "σ₂", "k/d", "runs/tp-topk-1"):
         assert word in done.stdout
-    assert done.stderr == "", "nothing but the result when piped"
+    said = done.stderr.removeprefix("calibrating the noise …\n")  # on a slow machine
+    assert said == "", "nothing but the result when piped"
     names = {p.name for p in (tmp_path / "runs" / "tp-topk-1").iterdir()}
     assert names == {
         "run.json",
