@@ -44,9 +44,7 @@ def check_test_set(
     except StrangeLabels:
         raise
     except Exception as error:
-        raise Refusal(
-            f"the model or the loss failed on a test record: {type(error).__name__}: {error}"
-        ) from error
+        raise Refusal(f"the model or the loss failed on a test record: {type(error).__name__}: {error}") from error
     finally:
         model.train(training)
 

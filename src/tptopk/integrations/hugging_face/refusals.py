@@ -67,7 +67,8 @@ def refuse_surroundings(trainer: Any) -> None:
 def refuse_evaluation_on_training_records(trainer: Any) -> None:
     """Refuse the train dataset as one to evaluate on, by itself or among several."""
     others = trainer.eval_dataset
-    if any(one is trainer.train_dataset for one in (others.values() if isinstance(others, dict) else [others])):
+    others = list(others.values()) if isinstance(others, dict) else [others]
+    if any(one is not None and one is trainer.train_dataset for one in others):
         raise Refusal(
             "eval_dataset is the train_dataset: evaluation on the private records is outside the guarantee, and load_best_model_at_end would "
             "choose the model by it; give other records"
