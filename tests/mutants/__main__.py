@@ -25,7 +25,9 @@ def run(name: str | None, tests: list[str], output: int) -> None:
     """In the child: pytest, with everything it prints going to the file."""
     os.dup2(output, 1)
     os.dup2(output, 2)
-    os._exit(pytest.main([*OPTIONS, *(["--mutant", name] if name else []), *tests]))
+    code = pytest.main([*OPTIONS, *(["--mutant", name] if name else []), *tests])
+    sys.stdout.flush()  # `_exit` does not
+    os._exit(code)
 
 
 def outcome(name: str | None, tests: list[str]) -> tuple[int | None, str]:
