@@ -195,6 +195,14 @@ class Ledger:
         return Counter({i: max(self._reserved[i], self.steps[i]) + self.lost[i] for i in range(len(self.plan.phases))})
 
     @property
+    def next_step(self) -> tuple[int, int] | None:
+        """The phase and step of the plan that come next; None when all are taken."""
+        for phase, numbers in enumerate(self.plan.phases):
+            if self.steps[phase] < numbers.steps:
+                return phase, self.steps[phase]
+        return None
+
+    @property
     def steps_allowed(self) -> int:
         """How many more steps may be charged without costing more than the plan."""
         left = self.plan.steps - sum(self.steps.values())

@@ -64,13 +64,13 @@ class Streams:
         on_cuda = device.type == "cuda"
         python, arrays = random.getstate(), np.random.get_state()
         with torch.random.fork_rng([device] if on_cuda else [], device_type="cuda"):
-            keys = self.numpy(purpose, *place)
-            torch.default_generator.manual_seed(int(keys.integers(2**63)))
+            keys = self._key(purpose, place, 64).to_bytes(64, "little")
+            torch.default_generator.manual_seed(int.from_bytes(keys[:8], "little") - 2**63)
             if on_cuda:
                 place_of = torch.cuda.current_device() if device.index is None else device.index
-                torch.cuda.default_generators[place_of].manual_seed(int(keys.integers(2**63)))
-            random.seed(keys.bytes(32))
-            np.random.seed(keys.integers(2**32, size=8, dtype=np.uint32))
+                torch.cuda.default_generators[place_of].manual_seed(int.from_bytes(keys[8:16], "little") - 2**63)
+            random.seed(keys[16:40])
+            np.random.seed(np.frombuffer(keys[40:], "<u4"))
             try:
                 yield
             finally:

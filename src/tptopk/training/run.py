@@ -174,15 +174,11 @@ class RunFolder:
         self._metrics.step(step)
 
     def take_in(self, warmup: WarmUp, gradient: PrivateGradient) -> None:
-        """Add a step to the warm-up, and keep it once it is over."""
+        """Add a step to the warm-up, and write it down once it is over: what advice needs, sums of released gradients."""
         if gradient.phase == 0:
             warmup.add(gradient)
             if warmup.complete:
-                self.keep_warmup(warmup)
-
-    def keep_warmup(self, warmup: WarmUp) -> None:
-        """What advice needs of the warm-up, once it is over: sums of released gradients."""
-        write_durably(self.path / WARMUP, warmup.content())
+                write_durably(self.path / WARMUP, warmup.content())
 
     def close(self, run: Run, ledger: Ledger) -> None:
         """Write down the end, whatever it was: weights, support, the ledger's last line, and `run.json` last."""

@@ -134,10 +134,7 @@ class TrainerSteps:
     @property
     def next_step(self) -> tuple[int, int] | None:
         assert self.ledger is not None
-        for phase, numbers in enumerate(self.plan.phases):
-            if self.ledger.steps[phase] < numbers.steps:
-                return phase, self.ledger.steps[phase]
-        return None
+        return self.ledger.next_step
 
     def use(self, optimizer: Optimizer) -> None:
         self._optimizer, self._updater = optimizer, Updater(self.model, optimizer)

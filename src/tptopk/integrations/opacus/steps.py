@@ -175,11 +175,7 @@ class PrivateSteps:
 
     @property
     def next_step(self) -> tuple[int, int] | None:
-        """The phase and step of the plan that come next; None when all are taken."""
-        for phase, numbers in enumerate(self.plan.phases):
-            if self.ledger.steps[phase] < numbers.steps:
-                return phase, self.ledger.steps[phase]
-        return None
+        return self.ledger.next_step
 
     # The loader's side.
 
