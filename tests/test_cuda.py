@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -27,6 +29,7 @@ from tptopk.privacy.methods import METHODS
 from tptopk.privacy.plan import Phase
 from tptopk.privacy.randomness import Streams
 from tptopk.supports.support import Support
+from tptopk.training.distributed import Team
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.verify import verify
 
@@ -314,3 +317,51 @@ def test_a_run_is_resumed_on_another_device(first, second, tmp_path):
     run = train(second, None, resume=True)
     assert next(run.model.parameters()).device.type == second and run.facts.attempts == 2 and run.epsilon <= 3.0
     assert verify(tmp_path / "run").holds
+
+
+def train_in_a_group(rank, folder, backend, processes, pretended, seed):
+    """A short run of a process group; the weights at its end are in RANK.pt. A team may think it is larger than it is."""
+    if backend is not None:
+        dist.init_process_group(backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=processes)
+    if pretended:
+        honest = Team.__init__
+
+        def pretend(team):
+            honest(team)
+            team.size = pretended
+
+        Team.__init__ = pretend
+    torch.manual_seed(rank)  # other initial weights in every process: the first one's count
+    train_set, _ = digits()
+    plan = tptopk.Plan.calibrate(
+        "tp-topk", epsilon=8.0, delta=1e-5, batch_size=64, dataset_size=TRAINING, steps=12, accountant="rdp"
+    )
+    model = digits_cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tptopk.fit(model, train_set, plan, optimizer, loss=F.cross_entropy, device="cuda", precision="fp32", seed=seed)
+    torch.save(nn.utils.parameters_to_vector(model.parameters()).cpu(), f"{folder}/{rank}.pt")
+    if backend is not None:
+        dist.destroy_process_group()
+
+
+def weights_of_a_group(folder, backend=None, processes=1, pretended=None):
+    folder.mkdir()
+    given = (str(folder), backend, processes, pretended, 7)
+    torch.multiprocessing.spawn(train_in_a_group, given, nprocs=processes)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(processes)]
+
+
+def test_two_processes_on_one_device_are_one_process(tmp_path):
+    (alone,) = weights_of_a_group(tmp_path / "alone")
+    one, two = weights_of_a_group(tmp_path / "pair", "gloo", 2)
+    assert torch.equal(one, two) and (one - alone).norm() <= 1e-4 * alone.norm()
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="torch was built without NCCL")
+def test_nccl_carries_what_gloo_carries(tmp_path):
+    """NCCL wants a device for each process: on one device, one process that sends to itself as if it were the first of two."""
+    (gloo,) = weights_of_a_group(tmp_path / "gloo", "gloo", 1, 2)
+    (nccl,) = weights_of_a_group(tmp_path / "nccl", "nccl", 1, 2)
+    assert torch.equal(gloo, nccl)

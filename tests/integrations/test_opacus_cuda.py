@@ -86,5 +86,8 @@ def test_a_module_on_another_device_is_refused():
         model(x.cuda())
     split = network()
     split[2].cuda()
+    loader = DataLoader(records(), batch_size=20)
     with pytest.raises(Refusal, match="several devices"):
-        private(model=split)
+        PrivacyEngine().make_private(
+            module=split, optimizer=sgd(split), data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0
+        )
