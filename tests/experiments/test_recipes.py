@@ -99,6 +99,18 @@ def test_a_cell_that_was_not_tuned_is_named(tuned):
         recipes.table_named("main")
 
 
+def test_datasets_that_are_not_asked_for_need_not_be_tuned(tuned):
+    text = tuned.read_text()
+    assert len(recipes.table_named("main", only="mnist,fmnist")) == 108
+    tuned.write_text(text.replace("[cifar10.", "[elsewhere."))
+    recipes.tuned.cache_clear()
+    assert {r.dataset for r in recipes.table_named("main", only="mnist,fmnist")} == {"mnist", "fmnist"}
+    with pytest.raises(Refusal, match="on cifar10 at ε = 1"):
+        recipes.table_named("main", only="mnist,cifar10")
+    with pytest.raises(Refusal, match="did you mean 'cifar10'"):
+        recipes.table_named("main", only="cifar")
+
+
 def test_an_unknown_table_is_refused_with_the_nearest():
     with pytest.raises(Refusal, match="did you mean 'ratio'"):
         recipes.table_named("ration")

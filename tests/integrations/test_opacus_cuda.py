@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.gradients.cases import Transformer
 from tests.integrations.loops import N, network, private, records, sgd, weights
 from tptopk.gradients.clipping import clipped_sum
+from tptopk.integrations.opacus import PrivacyEngine
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.support import Support

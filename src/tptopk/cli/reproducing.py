@@ -56,7 +56,7 @@ def reproduce_(
     path = Path(out) if out is not None else folder / "reproduction.md" if quick else Path("docs/reproduction.md")
     if not render:
         for name in recipes.TABLES if target == "all" else [TARGETS[target]]:
-            wanted = _only(recipes.table_named(name, quick), only)
+            wanted = recipes.table_named(name, quick, only)
             if target == "figure-pipeline":
                 wanted = [r for r in wanted if is_drawn(r.identity())]
             wanted = reproduce.share_of(wanted, share, shares)
@@ -86,16 +86,6 @@ def _part(words: str) -> tuple[int, int]:
     if not (share.isdigit() and shares.isdigit() and 1 <= int(share) <= int(shares)):
         raise Refusal(f"part is {words!r}; it must be like 2/6")
     return int(share), int(shares)
-
-
-def _only(wanted: list[recipes.Recipe], only: str | None) -> list[recipes.Recipe]:
-    if only is None:
-        return wanted
-    named = only.split(",")
-    for dataset in named:
-        if dataset not in recipes.SETTINGS:
-            raise Refusal(f"unknown dataset {dataset!r}{nearest(dataset, recipes.SETTINGS)}")
-    return [r for r in wanted if r.dataset in named]
 
 
 def _left(wanted: list[recipes.Recipe], file: Path) -> int:

@@ -195,10 +195,19 @@ TABLES: dict[str, Callable[[Make], list[Recipe]]] = {
 }
 
 
-def table_named(name: str, quick: bool = False) -> list[Recipe]:
-    """The runs of a table; or, quick, those of one seed in a reduced version that two cores finish in minutes."""
+def table_named(name: str, quick: bool = False, only: str | None = None) -> list[Recipe]:
+    """The runs of a table; or, quick, those of one seed in a reduced version that two cores finish in minutes.
+
+    `only`: datasets, separated by commas; the others need not have been tuned.
+    """
     if name not in TABLES:
         raise Refusal(f"unknown table {name!r}{nearest(name, TABLES)}")
-    if quick:
-        return [r for r in TABLES[name](quick_recipe) if r.seed == SEEDS[0]]
-    return TABLES[name](recipe)
+    named = list(SETTINGS) if only is None else only.split(",")
+    for dataset in named:
+        if dataset not in SETTINGS:
+            raise Refusal(f"unknown dataset {dataset!r}{nearest(dataset, SETTINGS)}")
+
+    def make(dataset: str, *cell: Any, **changes: Any) -> Recipe:
+        return (quick_recipe if quick or dataset not in named else recipe)(dataset, *cell, **changes)
+
+    return [r for r in TABLES[name](make) if r.dataset in named and (not quick or r.seed == SEEDS[0])]
