@@ -1,7 +1,7 @@
 """Triton kernels for CUDA, each one pass over memory where PyTorch takes several.
 
-`write_products` makes the per-example gradients of a convolution from its windows where they lie, in tf32, and squares
-them; `pick` takes the active coordinates out of gradients and squares them; `round_to_tf32` scales
+`write_products` makes the per-example gradients of a convolution from its windows where they lie, in tf32, under a mask
+if there is one, and squares them; `pick` takes the active coordinates out of gradients and squares them; `round_to_tf32` scales
 and rounds. The PyTorch paths of `products.py` and `precision.py` are their references, and serve wherever Triton is not.
 """
 
@@ -26,11 +26,12 @@ def _installed() -> bool:
 
 @torch.library.custom_op("tptopk::write_products", mutates_args=())
 def write_products(
-    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, keep: bool, strides: list[int]
+    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, mask: Tensor | None, keep: bool, strides: list[int]
 ) -> tuple[Tensor, Tensor]:
     """[B, tiles] squared norms of Σ_t g[b, t] ⊗ x[b, t], and [B, p·d] those gradients themselves if they are to be kept.
 
-    x[b, t, j] lies `positions[t] + columns[j]` elements after the start of base[b], whose strides must be `strides`.
+    x[b, t, j] lies `positions[t] + columns[j]` elements after the start of base[b], whose strides must be `strides`. Where
+    `mask`, p·d booleans, is false, zero is written whatever was computed.
     """
     if list(base.stride()) != strides:
         raise RuntimeError("the inputs lie in memory otherwise than their offsets say")
@@ -40,15 +41,15 @@ def write_products(
     squares = torch.empty(batch, tiles, device=g.device)
     values = torch.empty(batch, p * d if keep else 0, device=g.device)
     _kernels().write[(tiles, batch)](
-        g, base, positions, columns, values, squares, count, p, d, *g.stride(), base.stride(0),
-        KEEP=keep, T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=3,
+        g, base, positions, columns, None if mask is None else mask.view(torch.uint8), values, squares, count, p, d, *g.stride(),
+        base.stride(0), MASKED=mask is not None, KEEP=keep, T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=3,
     )  # fmt: skip
     return squares, values
 
 
 @write_products.register_fake
 def _(
-    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, keep: bool, strides: list[int]
+    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, mask: Tensor | None, keep: bool, strides: list[int]
 ) -> tuple[Tensor, Tensor]:
     p, d = g.shape[2], len(columns)
     rows = 32 if p <= 32 else 64 if p <= 64 else 128
@@ -111,8 +112,8 @@ def _kernels() -> SimpleNamespace:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def write(  # type: ignore[no-untyped-def]
-        g, base, positions, columns, values, squares, count, p, d, g_b, g_t, g_p, x_b,
-        KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
+        g, base, positions, columns, mask, values, squares, count, p, d, g_b, g_t, g_p, x_b,
+        MASKED: tl.constexpr, KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
     ):  # fmt: skip
         tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
         across = tl.cdiv(d, D_TILE)
@@ -135,7 +136,10 @@ def _kernels() -> SimpleNamespace:
             )
             total = tl.dot(left, tl.trans(right), total, input_precision="tf32")
         inside = (i[:, None] < p) & (j[None, :] < d)
-        total = tl.where(inside, total, 0.0)
+        active = inside
+        if MASKED:
+            active = tl.load(mask + i[:, None] * d + j[None, :], mask=inside, other=0) != 0
+        total = tl.where(active, total, 0.0)
         if KEEP:
             tl.store(values + b * p * d + i[:, None] * d + j[None, :], total, mask=inside)
         tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(total * total))

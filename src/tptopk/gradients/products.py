@@ -226,7 +226,7 @@ class Products:
 
     def _written(self, keep: bool) -> tuple[Tensor, Dense | None]:
         """Squared norms of the gradients written out; and their active coordinates [B, k], if they are kept."""
-        if self._has_kernel and self._support is None:
+        if self._has_kernel and (self._support is None or isinstance(self._support, Shifting)):
             squares, values = self._by_kernel(self.g, self.x, keep)
             return squares.double().sum(1), self._of_active(values) if keep else None
         batch = len(self.g)
@@ -263,7 +263,9 @@ class Products:
         return torch.bmm(g.transpose(1, 2), inputs).flatten(1), False
 
     def _by_kernel(self, g: Tensor, x: Windows, keep: bool) -> tuple[Tensor, Tensor]:
-        squares, values = kernels.write_products(g, x.base, *x.offsets(), keep, list(x.base.stride()))
+        shifts = isinstance(self._support, Shifting)  # other supports are picked out of what is written
+        mask = self._support[self._name].view(-1) if self._support is not None and shifts else None
+        squares, values = kernels.write_products(g, x.base, *x.offsets(), mask, keep, list(x.base.stride()))
         return squares, values
 
     def _of_active(self, values: Tensor) -> Dense:
