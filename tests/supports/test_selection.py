@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
+from tptopk.supports import selection
 from tptopk.supports.selection import random_ranking, top_k
 
 numbers = st.one_of(
@@ -56,3 +57,13 @@ def test_random_supports_are_uniform():
     expected = draws * 8 / 20
     statistic = float(((counts - expected) ** 2).sum() / (expected * (1 - 8 / 20))) * 19 / 20
     assert statistic < chi2.isf(1e-6, 19)
+
+
+@pytest.mark.parametrize("spread", [2, 2**20, 2**62])
+def test_whole_numbers_of_both_signs_are_selected_piece_by_piece(spread, monkeypatch):
+    monkeypatch.setattr(selection, "PIECE", 7)
+    values = torch.randint(-spread, spread, (60,), generator=torch.Generator().manual_seed(0))
+    order = torch.sort(values, descending=True, stable=True).indices
+    for k in range(61):
+        chosen = top_k({"a": values[:25].view(5, 5), "b": values[25:]}, k)
+        assert set(order[:k].tolist()) == set(chosen.flat_indices.tolist())

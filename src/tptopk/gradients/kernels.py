@@ -42,7 +42,8 @@ def write_products(
     values = torch.empty(batch, p * d if keep else 0, device=g.device)
     _kernels().write[(tiles, batch)](
         g, base, positions, columns, None if mask is None else mask.view(torch.uint8), values, squares, count, p, d, *g.stride(),
-        base.stride(0), MASKED=mask is not None, KEEP=keep, T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=3,
+        base.stride(0), MASKED=mask is not None, KEEP=keep, T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps,
+        num_stages=1 if count <= 128 else 3,  # few rounds are not worth filling a pipeline for
     )  # fmt: skip
     return squares, values
 

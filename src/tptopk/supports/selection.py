@@ -1,8 +1,8 @@
 """The k best of d coordinates, found by their k-th value.
 
 No sort and no copy of all coordinates in one place: each value is mapped to an integer of the same order, the
-k-th largest integer is found by halving its range and counting, and ties at it are taken in flat order. Thirty-two
-passes over float32 scores, whatever d is.
+k-th largest integer is found sixteen bits at a time by counting how often each digit occurs, and ties at it are taken in
+flat order. Two passes over float32 scores, whatever d is, and one number waited for in each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from tptopk.privacy.oracle import refuse_oracles
 from tptopk.supports.support import Support
+
+DIGIT = 16  # bits looked at in one pass
+PIECE = 2**22  # coordinates looked at at once, which bounds the memory of a pass
 
 
 def top_k(scores: Mapping[str, Tensor], k: int) -> Support:
@@ -29,9 +32,8 @@ def top_k(scores: Mapping[str, Tensor], k: int) -> Support:
     keys = {name: _ordered_integers(score) for name, score in scores.items()}
     if k == 0 or k == total:
         return Support({name: torch.full_like(key, k == total, dtype=torch.bool) for name, key in keys.items()})
-    threshold = _kth_largest(keys, k)
+    threshold, missing = _kth_largest(keys, k)
     masks = {name: key > threshold for name, key in keys.items()}
-    missing = k - sum(int(mask.sum()) for mask in masks.values())
     for name, key in keys.items():  # ties, in flat order
         if missing == 0:
             break
@@ -61,15 +63,24 @@ def _ordered_integers(values: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
-def _kth_largest(keys: Mapping[str, Tensor], k: int) -> int:
-    """The largest t such that at least k keys are ≥ t."""
-    present = [key for key in keys.values() if key.numel()]
-    low = min(int(key.min()) for key in present)  # always holds
-    high = max(int(key.max()) for key in present)
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        if sum(int((key >= middle).sum()) for key in present) >= k:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _kth_largest(keys: Mapping[str, Tensor], k: int) -> tuple[int, int]:
+    """The k-th largest key, and how many keys equal to it are among the k largest."""
+    whole = [piece for key in keys.values() for piece in torch.split(key.reshape(-1), PIECE)]
+    bits = 64 if any(piece.dtype == torch.int64 for piece in whole) else 32
+    found, missing = 0, k  # the digits of the k-th key so far, as a signed number; how many of its rank are below
+    for shift in range(bits - DIGIT, -1, -DIGIT):
+        counts = torch.zeros(
+            2**DIGIT + 1, dtype=torch.int64, device=whole[0].device
+        )  # the last: keys that are out already
+        for piece in whole:
+            upper = piece.long() >> shift
+            digit = upper + 2 ** (DIGIT - 1) if shift == bits - DIGIT else upper & (2**DIGIT - 1)
+            if shift < bits - DIGIT:
+                digit = torch.where(upper >> DIGIT == found, digit, 2**DIGIT)
+            counts.index_add_(0, digit, torch.ones_like(digit))
+        at_least = counts[:-1].flip(0).cumsum(0).cpu()  # [n] keys whose digit is among the n + 1 highest
+        place = int(torch.searchsorted(at_least, missing))
+        missing -= int(at_least[place - 1]) if place else 0
+        digit_of_it = 2**DIGIT - 1 - place
+        found = digit_of_it - 2 ** (DIGIT - 1) if shift == bits - DIGIT else found << DIGIT | digit_of_it
+    return found, missing

@@ -125,7 +125,7 @@ class Support:
         if not isinstance(other, Support):
             return NotImplemented
         return self._shapes() == other._shapes() and all(
-            torch.equal(mask.cpu(), other.masks[name].cpu()) for name, mask in self.masks.items()
+            torch.equal(mask, other.masks[name].to(mask.device)) for name, mask in self.masks.items()
         )
 
     __hash__ = None  # type: ignore[assignment]
