@@ -1,7 +1,7 @@
 """Triton kernels for CUDA, each one pass over memory where PyTorch takes several.
 
-`write_products` makes the per-example gradients of a convolution from its windows where they lie, in tf32, under a mask
-if there is one, and squares them; `pick` takes the active coordinates out of gradients and squares them; `round_to_tf32` scales
+`write_products` makes the active coordinates of a convolution's per-example gradients from its windows where they lie, in
+tf32, and squares them; `pick` takes the active coordinates out of gradients and squares them; `round_to_tf32` scales
 and rounds. The PyTorch paths of `products.py` and `precision.py` are their references, and serve wherever Triton is not.
 """
 
@@ -26,12 +26,20 @@ def _installed() -> bool:
 
 @torch.library.custom_op("tptopk::write_products", mutates_args=())
 def write_products(
-    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, mask: Tensor | None, keep: bool, strides: list[int]
+    g: Tensor,
+    base: Tensor,
+    positions: Tensor,
+    columns: Tensor,
+    active: Tensor | None,
+    width: int,
+    keep: bool,
+    strides: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """[B, tiles] squared norms of Σ_t g[b, t] ⊗ x[b, t], and [B, p·d] those gradients themselves if they are to be kept.
+    """[B, tiles] squared norms of Σ_t g[b, t] ⊗ x[b, t], and [B, width] those gradients themselves if they are to be kept.
 
-    x[b, t, j] lies `positions[t] + columns[j]` elements after the start of base[b], whose strides must be `strides`. Where
-    `mask`, p·d booleans, is false, zero is written whatever was computed.
+    x[b, t, j] lies `positions[t] + columns[j]` elements after the start of base[b], whose strides must be `strides`.
+    `active`, p·d of them, tells which coordinates count: as booleans, and zero is written for the others; or as int32, the
+    coordinate's place among the `width` that are written, −1 where it has none.
     """
     if list(base.stride()) != strides:
         raise RuntimeError("the inputs lie in memory otherwise than their offsets say")
@@ -39,22 +47,30 @@ def write_products(
     rows, across, warps = (32, 128, 4) if p <= 32 else (64, 128, 4) if p <= 64 else (128, 128, 8)
     tiles = -(-p // rows) * -(-d // across)
     squares = torch.empty(batch, tiles, device=g.device)
-    values = torch.empty(batch, p * d if keep else 0, device=g.device)
+    values = torch.empty(batch, width if keep else 0, device=g.device)
+    by_place = active is not None and active.dtype == torch.int32
     _kernels().write[(tiles, batch)](
-        g, base, positions, columns, None if mask is None else mask.view(torch.uint8), values, squares, count, p, d, *g.stride(),
-        base.stride(0), MASKED=mask is not None, KEEP=keep, T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps,
-        num_stages=1 if count <= 128 else 3,  # few rounds are not worth filling a pipeline for
+        g, base, positions, columns, active if active is None or by_place else active.view(torch.uint8), values, squares,
+        count, p, d, width, *g.stride(), base.stride(0), MASKED=active is not None and not by_place, PLACED=by_place, KEEP=keep,
+        T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=1 if p <= 64 else 2,
     )  # fmt: skip
     return squares, values
 
 
 @write_products.register_fake
 def _(
-    g: Tensor, base: Tensor, positions: Tensor, columns: Tensor, mask: Tensor | None, keep: bool, strides: list[int]
+    g: Tensor,
+    base: Tensor,
+    positions: Tensor,
+    columns: Tensor,
+    active: Tensor | None,
+    width: int,
+    keep: bool,
+    strides: list[int],
 ) -> tuple[Tensor, Tensor]:
     p, d = g.shape[2], len(columns)
     rows = 32 if p <= 32 else 64 if p <= 64 else 128
-    return g.new_empty(len(g), -(-p // rows) * -(-d // 128)), g.new_empty(len(g), p * d if keep else 0)
+    return g.new_empty(len(g), -(-p // rows) * -(-d // 128)), g.new_empty(len(g), width if keep else 0)
 
 
 @torch.library.custom_op("tptopk::pick", mutates_args=("picked", "squares"))
@@ -113,8 +129,8 @@ def _kernels() -> SimpleNamespace:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def write(  # type: ignore[no-untyped-def]
-        g, base, positions, columns, mask, values, squares, count, p, d, g_b, g_t, g_p, x_b,
-        MASKED: tl.constexpr, KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
+        g, base, positions, columns, active, values, squares, count, p, d, width, g_b, g_t, g_p, x_b,
+        MASKED: tl.constexpr, PLACED: tl.constexpr, KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
     ):  # fmt: skip
         tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
         across = tl.cdiv(d, D_TILE)
@@ -137,12 +153,17 @@ def _kernels() -> SimpleNamespace:
             )
             total = tl.dot(left, tl.trans(right), total, input_precision="tf32")
         inside = (i[:, None] < p) & (j[None, :] < d)
-        active = inside
+        place = i[:, None] * d + j[None, :]
+        counts = inside
         if MASKED:
-            active = tl.load(mask + i[:, None] * d + j[None, :], mask=inside, other=0) != 0
-        total = tl.where(active, total, 0.0)
+            counts = tl.load(active + place, mask=inside, other=0) != 0
+        if PLACED:
+            place = tl.load(active + place, mask=inside, other=-1)
+            inside = place >= 0
+            counts = inside
+        total = tl.where(counts, total, 0.0)
         if KEEP:
-            tl.store(values + b * p * d + i[:, None] * d + j[None, :], total, mask=inside)
+            tl.store(values + b * width + place, total, mask=inside)
         tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(total * total))
 
     @triton.jit  # type: ignore[untyped-decorator]

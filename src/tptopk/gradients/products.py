@@ -226,9 +226,8 @@ class Products:
 
     def _written(self, keep: bool) -> tuple[Tensor, Dense | None]:
         """Squared norms of the gradients written out; and their active coordinates [B, k], if they are kept."""
-        if self._has_kernel and (self._support is None or isinstance(self._support, Shifting)):
-            squares, values = self._by_kernel(self.g, self.x, keep)
-            return squares.double().sum(1), self._of_active(values) if keep else None
+        if self._has_kernel:
+            return self._by_kernel(keep)
         batch = len(self.g)
         kept = self.g.new_empty(batch, self._active if keep else 0)
         squares = self.g.new_empty(batch, kernels.pick_tiles(self._active))
@@ -248,25 +247,28 @@ class Products:
         return torch.cat(norms) if norms else squares.double().sum(1), self._of_active(kept) if keep else None
 
     def _numbers_of_one(self) -> int:
-        """What one example writes on the way: its gradient, and its windows unless the kernel reads them in place."""
-        matrix = self.g.shape[2] * self.x.width
-        return matrix + (0 if self._has_kernel else self.x.count * self.x.width)
+        """What one example writes on the way: its gradient and its windows."""
+        return (self.g.shape[2] + self.x.count) * self.x.width
 
     def _piece(self, g: Tensor, x: Windows) -> tuple[Tensor, bool]:
         """[b, n] some examples' gradients, and whether they hold active coordinates alone."""
-        if self._has_kernel and self._support is not None:
-            return self._by_kernel(g, x, True)[1], False
         inputs = x.written()
         if self._support is None or self._is_product:
             g, inputs = self._picked(g, inputs)
             return torch.bmm(g.transpose(1, 2), inputs).flatten(1), True
         return torch.bmm(g.transpose(1, 2), inputs).flatten(1), False
 
-    def _by_kernel(self, g: Tensor, x: Windows, keep: bool) -> tuple[Tensor, Tensor]:
-        shifts = isinstance(self._support, Shifting)  # other supports are picked out of what is written
-        mask = self._support[self._name].view(-1) if self._support is not None and shifts else None
-        squares, values = kernels.write_products(g, x.base, *x.offsets(), mask, keep, list(x.base.stride()))
-        return squares, values
+    def _by_kernel(self, keep: bool) -> tuple[Tensor, Dense | None]:
+        """The same by one kernel, which writes active coordinates alone."""
+        active = None
+        if self._support is not None:
+            shifts = isinstance(self._support, Shifting)  # its shapes are those of a full support
+            active = self._support[self._name].reshape(-1) if shifts else self._support.places(self._name)
+        base = self.x.base
+        squares, values = kernels.write_products(
+            self.g, base, *self.x.offsets(), active, self._active, keep, list(base.stride())
+        )
+        return squares.double().sum(1), self._of_active(values) if keep else None
 
     def _of_active(self, values: Tensor) -> Dense:
         return Dense.of_active(values, self.shape, self._support, self._name)

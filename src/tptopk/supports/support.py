@@ -29,6 +29,7 @@ class Support:
                 raise TypeError(f"the mask of {name} is {mask.dtype}; a support holds booleans")
         self.masks = dict(masks)
         self._indices: dict[str, Tensor] = {}
+        self._places: dict[str, Tensor] = {}
         self._numbers: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
         self._some: dict[tuple[str, ...], Tensor] = {}
@@ -64,6 +65,15 @@ class Support:
         if name not in self._indices:
             self._indices[name] = torch.nonzero(self.masks[name].reshape(-1))[:, 0]
         return self._indices[name]
+
+    def places(self, name: str) -> Tensor:
+        """For each coordinate of a parameter, flat, its place among the active ones, −1 where it is not; int32, worked out once."""
+        if name not in self._places:
+            indices = self.indices(name)
+            table = torch.full((self.masks[name].numel(),), -1, dtype=torch.int32, device=indices.device)
+            table[indices] = torch.arange(len(indices), dtype=torch.int32, device=indices.device)
+            self._places[name] = table
+        return self._places[name]
 
     def pick(self, name: str, values: Tensor) -> Tensor:
         """The active coordinates [B, k] of values [B, n] of a parameter; what is at the others does not matter."""
