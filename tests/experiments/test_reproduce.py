@@ -96,6 +96,20 @@ def test_a_spoilt_line_before_the_last_is_named(tmp_path, bad):
         reproduce.read_results(path)
 
 
+def test_a_run_that_another_table_has_is_taken_from_there(tmp_path, monkeypatch):
+    ran, shown = [], []
+    monkeypatch.setattr(reproduce, "run_one", lambda r, data_dir, device: ran.append(r) or json.loads(line(r)))
+    (tmp_path / "main.jsonl").write_text(line(RECIPES[0]))
+    twin = replace(RECIPES[0], variant="ρ = 1")
+    other = replace(twin, seed=RECIPES[0].seed + 7)
+    reproduce.run_all([twin, other], tmp_path / "ratio.jsonl", None, "cpu", shown.append)
+    found = reproduce.read_results(tmp_path / "ratio.jsonl")
+    assert ran == [other] and {run["recipe"]["variant"] for run in found} == {"ρ = 1"} and len(shown) == 2
+    taken = next(run for run in found if "taken_from" in run)
+    assert taken["taken_from"] == "main.jsonl" and taken["seconds"] == 0 and taken["recipe"] == twin.identity()
+    assert not reproduce.pending([twin, other], tmp_path / "ratio.jsonl")
+
+
 def test_shares_cover_every_run_once():
     table = recipes.table_named("main", quick=True)
     shares = [reproduce.share_of(table, n, 4) for n in range(1, 5)]

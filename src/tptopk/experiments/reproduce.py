@@ -78,16 +78,34 @@ def run_all(
     """Run what is not in the file yet, dataset by dataset, appending each run as it ends.
 
     `run` gives the lines of one recipe, `run_one`'s unless said. The one that has the recipe itself is written last:
-    a run that was cut short between its lines is not finished.
+    a run that was cut short between its lines is not finished. A run that another table of the folder has under another name
+    is taken from there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _mend_tail(path)
     for r in sorted(pending(recipes, path), key=_kinship):
-        results = [run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
+        shared = None if run is not None else _from_another_table(r, path)
+        results = [shared or run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
         results = sorted(results, key=lambda result: result["recipe"] == r.identity())
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(result) + "\n" for result in results))
         on_result(results[-1])
+
+
+def _from_another_table(r: Recipe, path: Path) -> dict[str, Any] | None:
+    """The same run, to the seed, from another results file beside this one; it takes no time again."""
+    for other in sorted(path.parent.glob("*.jsonl")):
+        if other != path and not other.name.startswith("tuning"):
+            for result in read_results(other):
+                if {**completed(result["recipe"]), "variant": r.variant} == r.identity():
+                    return {
+                        **result,
+                        "variant": r.variant,
+                        "recipe": r.identity(),
+                        "seconds": 0.0,
+                        "taken_from": other.name,
+                    }
+    return None
 
 
 def share_of(recipes: list[Recipe], share: int, shares: int) -> list[Recipe]:

@@ -147,7 +147,7 @@ def _how(found: Mapping[str, Outcomes]) -> str:
         "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ. A difference is taken seed by seed, and its "
         f"95% interval is Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means tp-topk − dp-sgd "
         "and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference: *yes* when ours has its direction, excludes 0 and holds the paper's in its interval; *in direction* when it is of another size; *undecided* when the interval holds both 0 and the "
-        "paper's; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed."
+        "paper's; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second file says from which it was `taken_from`."
     )
 
 
