@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tptopk import Plan, fit
 from tptopk.cli import main
 from tptopk.privacy.accounting import round_up
-from tptopk.privacy.ledger import read_ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.advice import advise
 from tptopk.supports.scores import CoordinateScores

@@ -38,7 +38,7 @@ from transformers import (
 from tptopk.integrations.hugging_face import PrivateTrainer, loader, losses
 from tptopk.integrations.hugging_face.refusals import ARGUMENTS
 from tptopk.privacy import accounting
-from tptopk.privacy.ledger import read_ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal

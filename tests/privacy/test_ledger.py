@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tptopk.privacy import accounting
 from tptopk.privacy.chain import head_of
-from tptopk.privacy.ledger import BudgetSpent, Ledger, read_ledger
+from tptopk.privacy.ledger import BudgetSpent, Ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import facts_of

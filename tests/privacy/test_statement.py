@@ -10,7 +10,8 @@ import pytest
 
 from tests.privacy.test_ledger import PLAN, forge, written
 from tptopk.privacy.description import describe, plain, together
-from tptopk.privacy.ledger import Ledger, read_ledger
+from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import as_values, delta_too_large, facts_of, statement
 

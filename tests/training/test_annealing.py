@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 import tptopk
 from tptopk.gradients.examples import per_example
-from tptopk.privacy.ledger import Ledger, read_ledger
+from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tptopk
-from tptopk.privacy.ledger import read_ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.training.distributed import Team

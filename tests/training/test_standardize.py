@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 import tptopk
 from tptopk.privacy.account import open_account, read_account
-from tptopk.privacy.ledger import Ledger, read_ledger
+from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal

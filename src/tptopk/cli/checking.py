@@ -24,7 +24,7 @@ def statement(run: Annotated[str, typer.Argument(metavar="RUN", help="a run fold
     And what may not, from its ledger.
     """
     folder = run_folder(run)
-    from tptopk.privacy.ledger import read_ledger
+    from tptopk.privacy.ledger_record import read_ledger
     from tptopk.privacy.statement import as_values
     from tptopk.privacy.statement import statement as in_words
     from tptopk.training.verify import facts_in

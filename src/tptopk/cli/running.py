@@ -19,7 +19,7 @@ from tptopk.experiments.planted import audit_planted, audit_values, plant
 from tptopk.gradients.probe import refuse_unsuitable
 from tptopk.privacy.account import read_account
 from tptopk.privacy.gradient import PrivateGradient
-from tptopk.privacy.ledger import read_ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count

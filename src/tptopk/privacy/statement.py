@@ -8,7 +8,7 @@ from typing import Any
 
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import Segment, round_up
-from tptopk.privacy.ledger import LedgerRecord
+from tptopk.privacy.ledger_record import LedgerRecord
 from tptopk.privacy.plan import Plan
 
 CURVE = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)  # values of δ at which a statement gives ε

@@ -97,7 +97,7 @@ def print_run(run: Run, console: Console) -> None:
     else:
         table.add_row("privacy", "[bold red]NONE: this model is not private[/]")
     table.add_row("k/d", f"{run.support.size}/{run.support.total} = {run.support.ratio:.3f}")
-    table.add_row("time", f"{run.seconds:.1f} s")
+    table.add_row("training time", f"{run.seconds:.1f} s")
     if run.facts.seeded:
         table.add_row("release", "no: trained with a fixed seed, so the noise can be subtracted")
     if run.folder:

@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tptopk.privacy.gradient import PrivateGradient
-from tptopk.privacy.ledger import Ledger, read_ledger, versions
+from tptopk.privacy.ledger import Ledger, versions
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, statement

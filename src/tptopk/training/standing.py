@@ -10,7 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tptopk.privacy.ledger import Ledger, read_ledger
+from tptopk.privacy.ledger import Ledger
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from tptopk.privacy import accounting, second_opinion
 from tptopk.privacy.accounting import Segment, round_up
-from tptopk.privacy.ledger import LedgerRecord, read_ledger
+from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, charged_segments, facts_of, statement

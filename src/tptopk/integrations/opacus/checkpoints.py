@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tptopk.integrations.opacus.steps import PrivateSteps
 from tptopk.privacy.description import read_time
-from tptopk.privacy.ledger import weaker
+from tptopk.privacy.ledger_record import weaker
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk.gradients.examples import Batch, PerExampleLoss
-from tptopk.gradients.probe import EXAMPLES, choose_engine, working_maker
+from tptopk.gradients.mixing import EXAMPLES
+from tptopk.gradients.probe import choose_engine, working_maker
 from tptopk.privacy.refusal import Refusal
 
 RARE = 1e-9  # an empty batch less likely than this is not prepared for

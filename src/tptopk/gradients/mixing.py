@@ -1,0 +1,198 @@
+"""Whether an example's loss stays the same whatever the other examples of its batch are, and however many.
+
+Clipping bounds a record's influence only then. Tried on made-up batches, also with masks and with labels that are to be ignored:
+a loss that is divided by how many of them count in the whole batch shows there and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tptopk.gradients.examples import Batch, PerExampleLoss, checked_losses, move, take, tensors_of
+from tptopk.privacy.refusal import Refusal
+
+EXAMPLES = 8
+IGNORED = (-100, -1)  # labels that commonly mean: this one does not count
+
+Maker = Callable[[int, int], Batch]  # (seed, number of examples) → made-up batch
+
+
+@torch.no_grad()
+def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn.Module) -> None:
+    """An example's loss is the same whatever stands beside it, and however much; also beside masks and labels to ignore.
+
+    What may be more than the model takes is tried on `trial` first: the model, or a copy of it on a CPU.
+    """
+    mixed = (
+        "an example's loss depends on the other examples of its batch, so clipping one gradient does not bound one record's influence; "
+        "make the model and the loss treat examples independently"
+    )
+    if _mixes(model, loss, make(0, EXAMPLES), make(1, EXAMPLES)):
+        raise Refusal(mixed)
+    for batch, others in _with_masks_and_ignored(model, trial, loss, make):
+        try:
+            found = _mixes(model, loss, batch, others, wherever_finite=True)
+        except Exception:  # such values are more than the model or the loss takes
+            continue
+        if found:
+            raise Refusal(
+                mixed
+                + " (it shows where masks or labels to ignore differ between records: a loss divided by the number of tokens that "
+                "count must be divided by each example's own number, not by the batch's)"
+            )
+
+
+def _mixes(model: nn.Module, loss: PerExampleLoss, batch: Batch, others: Batch, wherever_finite: bool = False) -> bool:
+    """Whether an example's loss changes with what stands beside it.
+
+    With `wherever_finite` only examples are judged that have a finite loss when they are alone, and rounding is measured by the largest loss.
+    """
+    with deterministic(model, loss, batch):
+        alone = torch.stack([_loss_alone(model, loss, batch, i, wherever_finite) for i in range(EXAMPLES)])
+        judged = torch.isfinite(alone) if wherever_finite else torch.ones_like(alone, dtype=torch.bool)
+        if not bool(judged.any()):
+            return False
+        slack = 1e-5 + (1e-4 * float(alone[judged].abs().max()) if wherever_finite else 0.0)
+
+        def same(a: Tensor, b: Tensor) -> bool:
+            return torch.allclose(a, b, rtol=1e-4, atol=slack)
+
+        many = tree_map(lambda a, b: a if a is None else torch.cat([a, b, a[:1]]), batch, others)  # 17 examples
+        for larger in (batch, many):
+            if not same(held_fixed(loss, model, larger)[:EXAMPLES][judged], alone[judged]):
+                return True
+    here = held_fixed(loss, model, batch)
+    for i in judged.nonzero().flatten().tolist()[: 2 if wherever_finite else EXAMPLES]:
+        place = torch.arange(EXAMPLES, device=here.device) == i
+        beside = tree_map(lambda a, b: a if a is None else torch.where(_like(place, a), a, b), batch, others)  # noqa: B023
+        if not same(held_fixed(loss, model, beside)[i], here[i]):
+            return True
+    return False
+
+
+def _loss_alone(model: nn.Module, loss: PerExampleLoss, batch: Batch, i: int, may_fail: bool) -> Tensor:
+    try:
+        return held_fixed(loss, model, take(batch, slice(i, i + 1)))[0]
+    except Exception:
+        if not may_fail:
+            raise
+        return torch.full((), torch.nan, device=tensors_of(batch)[0].device)
+
+
+def _with_masks_and_ignored(
+    model: nn.Module, trial: nn.Module, loss: PerExampleLoss, make: Maker
+) -> Iterator[tuple[Batch, Batch]]:
+    """Pairs of made-up batches with booleans that differ from record to record, and with integers that are in part an ignored label.
+
+    What the model or the loss fails on, such as an id that no embedding has, is left out.
+    """
+    leaves = tree_flatten(make(0, EXAMPLES))[0]
+    masks = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and leaf.dtype == torch.bool]
+    whole = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and _holds_negative(leaf.dtype)]
+
+    def changed(
+        pair: list[Batch], which: list[int], how: Callable[[Tensor, np.random.Generator], Tensor]
+    ) -> list[Batch]:
+        found = []
+        for seed, batch in enumerate(pair):
+            generator, (parts, form) = np.random.default_rng(10 + seed), tree_flatten(batch)
+            parts = [how(part, generator) if n in which else part for n, part in enumerate(parts)]
+            found.append(tree_unflatten(parts, form))
+        return found
+
+    def runs(pair: list[Batch]) -> bool:
+        device = next(trial.parameters()).device
+        try:
+            for batch in pair:
+                checked_losses(loss, trial, move(batch, device) if trial is not model else batch)
+        except Exception:
+            return False
+        return True
+
+    plain = [make(0, EXAMPLES), make(1, EXAMPLES)]
+    masked = [changed(plain, masks, how) for how in (_scattered, _ending, _beginning)] if masks else []
+    masked = [pair for pair in masked if runs(pair)]
+    yield from ((batch, others) for batch, others in masked)
+    for base in [plain, *masked[:1]]:
+        for n in whole:
+            for label in IGNORED:
+                pair = changed(base, [n], lambda leaf, generator: _partly(label, leaf, generator))  # noqa: B023
+                if runs(pair):
+                    yield pair[0], pair[1]
+
+
+def _is_filled(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.numel() > 0
+
+
+def _holds_negative(dtype: torch.dtype) -> bool:
+    whole = not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
+    return whole and torch.iinfo(dtype).min <= min(IGNORED)
+
+
+def _scattered(leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    """Booleans, each by chance, of another share in each record; of several, one is true and one false."""
+    drawn = generator.random((len(leaf), leaf[0].numel())) < generator.uniform(0.2, 0.8, (len(leaf), 1))
+    for record in drawn if drawn.shape[1] > 1 else [drawn[:, 0]]:
+        one, other = generator.choice(len(record), 2, replace=False)
+        record[one], record[other] = True, False
+    return torch.as_tensor(drawn).view(leaf.shape).to(leaf.device)
+
+
+def _ending(leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    """Booleans that are true from somewhere on along the last axis, as those of padding."""
+    if leaf.dim() == 1:
+        return _scattered(leaf, generator)
+    length = leaf.shape[-1]
+    starts = generator.integers(1, max(2, length), (len(leaf), *[1] * (leaf.dim() - 1)))
+    ending = np.broadcast_to(np.arange(length) >= starts, tuple(leaf.shape))
+    return torch.as_tensor(ending.copy()).to(leaf.device)
+
+
+def _beginning(leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    return ~_ending(leaf, generator)
+
+
+def _partly(label: int, leaf: Tensor, generator: np.random.Generator) -> Tensor:
+    return torch.where(_scattered(leaf, generator), torch.full_like(leaf, label), leaf)
+
+
+def _like(place: Tensor, leaf: Tensor) -> Tensor:
+    return place.view(-1, *[1] * (leaf.dim() - 1))
+
+
+def held_fixed(loss: PerExampleLoss, model: nn.Module, batch: Batch, seed: int = 0) -> Tensor:
+    """Losses with torch's own randomness (dropout) held fixed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return loss(model, batch)
+
+
+@contextmanager
+def deterministic(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> Iterator[None]:
+    """As near to training mode as the model can be without chance: as it is, or without dropout, or in evaluation mode."""
+    modes = {module: module.training for module in model.modules()}
+    dropout = [
+        m
+        for m in modes
+        if isinstance(m, nn.modules.dropout._DropoutNd) or isinstance(getattr(m, "dropout", None), float)
+    ]
+    try:
+        for quiet in ([], dropout, list(modes)):
+            for module in quiet:
+                module.training = False
+            with torch.no_grad():
+                once, again = (held_fixed(loss, model, batch, seed=seed).nan_to_num() for seed in (1, 2))
+                if torch.equal(once, again):
+                    break
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
