@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -108,6 +109,21 @@ def test_a_run_that_another_table_has_is_taken_from_there(tmp_path, monkeypatch)
     taken = next(run for run in found if "taken_from" in run)
     assert taken["taken_from"] == "main.jsonl" and taken["seconds"] == 0 and taken["recipe"] == twin.identity()
     assert not reproduce.pending([twin, other], tmp_path / "ratio.jsonl")
+
+
+def test_a_run_says_which_source_it_is_of_or_nothing(tmp_path, monkeypatch):
+    reproduce.commit.cache_clear()
+    monkeypatch.setenv("TPTOPK_COMMIT", "abc1234")
+    assert reproduce.commit() == "abc1234"
+    reproduce.commit.cache_clear()
+    monkeypatch.delenv("TPTOPK_COMMIT")
+    monkeypatch.setattr(reproduce, "__file__", str(tmp_path / "site-packages" / "reproduce.py"))
+    tmp_path.joinpath("site-packages").mkdir()
+    subprocess.run(
+        ["git", "init", "-q", str(tmp_path)], check=True
+    )  # somebody's own repository, with the library inside
+    assert reproduce.commit() is None
+    reproduce.commit.cache_clear()
 
 
 def test_shares_cover_every_run_once():

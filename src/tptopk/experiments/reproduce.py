@@ -288,15 +288,19 @@ def _second(run: Run) -> float:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """Of the source that is run, where it is a checkout; None where it is not."""
+    """Of the source that is run, and whether files differ from it; None where it is no checkout.
+
+    Where the source was sent to another machine without its history, TPTOPK_COMMIT says which it is.
+    """
+    if told := os.environ.get("TPTOPK_COMMIT"):
+        return told
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True,
-            text=True,
-            check=True,
-            cwd=Path(__file__).parent,
-        )
-        return done.stdout.strip()
+        _git("ls-files", "--error-unmatch", __file__)  # a copy that lies in somebody's own repository is none of it
+        return _git("describe", "--always", "--dirty", "--abbrev=7", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(["git", *words], capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
+    return done.stdout.strip()
