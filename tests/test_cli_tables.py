@@ -77,6 +77,12 @@ def test_the_schema_stays_with_the_run_and_predict_uses_it(tptopk, clinic):
     lines = tptopk("predict", "run", "--data", "new.csv", cwd=clinic).stdout.splitlines()
     assert lines[0] == "record,class,probability" and len(lines) == 3
     assert {line.split(",")[1] for line in lines[1:]} <= {"no", "yes"}
+    (clinic / "named.csv").write_text("patient,age,sex\np7,30,f\n,70,m\n")
+    named = tptopk("predict", "run", "--data", "named.csv", "--id", "patient", cwd=clinic).stdout.splitlines()
+    assert [line.split(",")[0] for line in named] == ["patient", "p7", ""]
+    assert [line.split(",")[1:] for line in named] == [line.split(",")[1:] for line in lines]
+    refused = tptopk("predict", "run", "--data", "named.csv", "--id", "pateint", cwd=clinic, check=False)
+    assert refused.returncode == 2 and "patient" in refused.stderr and not refused.stdout
     (clinic / "clinic.toml").write_text(SCHEMA.replace("120", "12000"))
     assert tptopk("predict", "run", "--data", "new.csv", cwd=clinic).stdout.splitlines() == lines
     refused = tptopk("predict", "run", "--data", "new.csv", "--schema", "clinic.toml", cwd=clinic, check=False)

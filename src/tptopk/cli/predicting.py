@@ -42,10 +42,14 @@ def predict(
             show_default=False,
         ),
     ] = None,
+    id_: Annotated[
+        str | None,
+        typer.Option("--id", metavar="COLUMN", help="a column of the table, to name records by instead of numbers"),
+    ] = None,
 ) -> None:
     """Predict with a trained model.
 
-    Print a line a record: its number, its most likely class, and that class's probability.
+    Print a line a record: its number (or what the table's column of --id says), its most likely class, and that class's probability.
 
     Example: tptopk predict runs/mine --data new.npz --model mynet:build
     """
@@ -70,13 +74,23 @@ def predict(
             on_image=on_image,
         )
     names = dict(enumerate(() if known is None else known.classes))
+    records = None if id_ is None else _column(source, id_)
     lines = csv.writer(sys.stdout, lineterminator="\n")
-    lines.writerow(["record", "class", "probability"])
+    lines.writerow([id_ or "record", "class", "probability"])
     with torch.no_grad():
         for start in range(0, len(inputs), 1000):
             probability, predicted = trained.model(inputs[start : start + 1000]).softmax(1).max(1)
             for row, (c, p) in enumerate(zip(predicted.tolist(), probability.tolist(), strict=True), start):
-                lines.writerow([row, names.get(c, c), f"{p:.4f}"])
+                lines.writerow([row if records is None else records[row], names.get(c, c), f"{p:.4f}"])
+
+
+def _column(source: str, name: str) -> list[str]:
+    from tptopk.data.sources import is_table
+    from tptopk.data.tables import text_columns
+
+    if not is_table(source):
+        raise Refusal(f"--id names a column of a table, and {source} is none")
+    return text_columns(source, [name])[name]
 
 
 def _network(run: str, given: str | None) -> nn.Module | None:
