@@ -23,6 +23,8 @@ from sklearn.utils.estimator_checks import check_classifiers_train, parametrize_
 from tptopk import PrivacyWarning, Refusal
 from tptopk.data.columns import Categories, Number, encode
 from tptopk.integrations.sklearn import TPTopKClassifier
+from tptopk.training.begun import how_to_resume
+from tptopk.training.mechanism import Mechanism
 from tptopk.training.verify import verify
 
 FAST = {"accountant": "rdp", "epochs": 8, "batch_size": 0.5, "learning_rate": 0.5, "clip_norm": 1.0}
@@ -153,6 +155,35 @@ def test_a_run_folder_can_be_verified_and_needs_what_it_states(tmp_path):
     with pytest.raises(Refusal, match="would be read from the data: declare classes"):
         declared(out=tmp_path / "other", classes=None).fit(table, labels)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_that_was_cut_short_goes_on_with_what_it_was_begun_with(tmp_path, monkeypatch):
+    table, labels = made()
+    settings = {"out": tmp_path / "run", "random_state": None, "optimizer": "sgd"}
+    honest, steps = Mechanism.private_gradient, []
+
+    def interrupted(self, *given):
+        steps.append(given)
+        if len(steps) == 7:
+            raise KeyboardInterrupt
+        return honest(self, *given)
+
+    monkeypatch.setattr(Mechanism, "private_gradient", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        declared(**settings).fit(table, labels)
+    assert "TPTopKClassifier(…, out=" in how_to_resume(tmp_path / "run")
+    for other, message in (
+        ({"bounds": (-2, 2)}, r"begun with bounds = \(-1, 1\), and this is \(-2, 2\)"),
+        ({"hidden": (4,)}, "begun with hidden"),
+        ({"out": None}, "give it as out="),
+        ({"out": tmp_path / "rum"}, "did you mean"),
+    ):
+        with pytest.raises(Refusal, match=message):
+            declared(**{**settings, "resume": True, **other}).fit(table, labels)
+    fitted = declared(**settings, resume=True).fit(table, labels)
+    assert fitted.run_.facts.attempts == 2 and fitted.epsilon_ <= fitted.epsilon and verify(tmp_path / "run").holds
+    with pytest.raises(Refusal, match="finished"):
+        declared(**settings, resume=True).fit(table, labels)
 
 
 def test_bounds_may_be_a_pair_a_list_or_a_dictionary():

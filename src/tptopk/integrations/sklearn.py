@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from tptopk.data.columns import declared_columns, encode, plain
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest
+from tptopk.training.begun import begun_with, run_folder
 from tptopk.training.trainer import fit
 
 Array = np.ndarray[Any, Any]
@@ -61,7 +62,8 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     (with momentum 0.9), "adam", or a function from parameters to a torch optimizer. `hidden` holds the widths of hidden tanh
     layers: none is logistic regression. `device` is where training runs; the fitted model is on the CPU. The defaults were chosen by
     `benchmarks/tune_table.py`. `out`: a new folder for the run, which `tptopk verify`, `statement` and `report` read;
-    it needs `classes` and `dataset_size`.
+    it needs `classes` and `dataset_size`. `resume`: `fit` goes on with the run in `out` that was cut short, given the same table and
+    declarations; what was charged and lost stays charged.
 
     `random_state`: None takes randomness from the operating system, as a private model needs. Anything else makes the run
     repeatable, and whoever knows it can subtract the noise: such a model is not for release, and `statement()` says so.
@@ -99,6 +101,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         account: str | Path | None = None,
         device: str | torch.device | None = None,
         out: str | Path | None = None,
+        resume: bool = False,
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.epsilon = epsilon
@@ -124,6 +127,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.account = account
         self.device = device
         self.out = out
+        self.resume = resume
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
@@ -164,6 +168,8 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"a run folder states what may be claimed, and {' and '.join(read)} would be read from the data: declare classes=[…] and "
                 "dataset_size=…, or leave out= away"
             )
+        if self.resume:
+            self._refuse_other_declarations()
         if read:
             warnings.warn(
                 f"read from the data, which the guarantee does not cover: {' and '.join(read)}; declare classes=[…] and dataset_size=… "
@@ -185,6 +191,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             device=self.device,
             account=self.account,
             out=self.out,
+            resume=bool(self.resume),
             config=self._described(),
             seed=seed,
         )
@@ -266,8 +273,22 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
     def _described(self) -> dict[str, Any]:
         """What was declared, in words, for the run folder."""
-        declared = {name: repr(value) for name, value in self.get_params().items() if name != "random_state"}
+        left_out = ("random_state", "resume")
+        declared = {name: repr(value) for name, value in self.get_params().items() if name not in left_out}
         return {"model": type(self).__name__, **declared}
+
+    def _refuse_other_declarations(self) -> None:
+        """The same table read by other bounds, categories or classes would silently be another one."""
+        if self.out is None:
+            raise Refusal("resume goes on with the run of a folder; give it as out=")
+        before = begun_with(run_folder(self.out))
+        for name, value in self._described().items():
+            may_differ = name in ("out", "device", "account") or callable(getattr(self, name, None))
+            if not may_differ and before.get(name) != value:
+                raise Refusal(
+                    f"the run in {self.out} was begun with {name} = {before.get(name)}, and this is {value}; a run is resumed with what it was "
+                    "begun with"
+                )
 
     def _plan(self, size: int, unit: str) -> Plan:
         batch = plain(self.batch_size)

@@ -45,19 +45,27 @@ def _summary(folder: str | Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def begun_with(folder: str | Path) -> dict[str, Any]:
+    """The plain values that whoever began the run kept with it; nothing if there are none."""
+    config = _summary(folder).get("config")
+    return config if isinstance(config, dict) else {}
+
+
 def config_of(folder: str | Path) -> dict[str, Any] | None:
     """The settings that the command line wrote into a run; None for a run that was begun in Python."""
-    config = _summary(folder).get("config")
-    return config if isinstance(config, dict) and config.keys() >= WORDS else None
+    config = begun_with(folder)
+    return config if config.keys() >= WORDS else None
 
 
 def how_to_resume(folder: str | Path) -> str:
     """What to type to go on with a run."""
     if config_of(folder) is not None:
         return f"tptopk train --resume {folder}"
-    config = _summary(folder).get("config")
-    if isinstance(config, dict) and "trainer" in config:
+    config = begun_with(folder)
+    if "trainer" in config:
         return "trainer.train(resume_from_checkpoint=True)"
+    if config.get("model") == "TPTopKClassifier":
+        return f"TPTopKClassifier(…, out={str(folder)!r}, resume=True).fit(…)"
     return f"tptopk.fit(…, out={str(folder)!r}, resume=True)"
 
 
