@@ -232,11 +232,8 @@ def test_annealing_is_for_one_process(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "said"), [(["--epsilon", "0"], "epsilon is 0"), (["--resume", "nowhere"], "there is no run in nowhere")]
-)
-def test_a_refusal_under_torchrun_is_said_once_and_again_in_its_summary(tmp_path, words, said):
+def test_a_refusal_under_torchrun_is_said_once_and_again_in_its_summary(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tptopk", "train"]
-    done = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode != 0 and done.stderr.count(f"error: {said}") == 1
-    assert f"Refusal: {said}" in done.stderr[done.stderr.index("Root Cause") :]
+    done = subprocess.run([*command, "--epsilon", "0"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and done.stderr.count("error: epsilon is 0") == 1
+    assert "Refusal: epsilon is 0" in done.stderr[done.stderr.index("Root Cause") :]

@@ -37,7 +37,7 @@ from tptopk.settings import Settings, seed_everything
 from tptopk.supports.support import Support
 from tptopk.training.begun import config_of, how_to_resume, refuse_finished, run_folder
 from tptopk.training.checkpoint import write_durably
-from tptopk.training.distributed import Team, alike, launched
+from tptopk.training.distributed import Team, launched
 from tptopk.training.run import Run, refuse_taken
 from tptopk.training.trainer import fit
 
@@ -47,10 +47,9 @@ PATIENCE = 3.0  # seconds of calibration until it is said why nothing happens
 def train_and_show(settings: Settings, seed: int | None, out: str | None, resume: str | None, json_: bool) -> None:
     plan = None
     if resume is not None:
-        with alike():
-            settings, plan = _settings_of(resume, settings)
-            if settings.audit_canaries:
-                raise Refusal("a run with canaries cannot be resumed: which of them took part was never written down")
+        settings, plan = _settings_of(resume, settings)
+        if settings.audit_canaries:
+            raise Refusal("a run with canaries cannot be resumed: which of them took part was never written down")
     with launched(settings.device) as device:
         first = Team().is_first
         folder = resume or (out or free_folder(settings.method) if first else None)

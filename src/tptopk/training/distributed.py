@@ -39,17 +39,6 @@ def launched(device: str | None) -> Iterator[str | None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def alike() -> Iterator[None]:
-    """Under torchrun, before there is a group: what all processes find out for themselves and refuse alike, the first says."""
-    try:
-        yield
-    except Refusal as refusal:
-        if int(os.environ.get("RANK", "0")):
-            raise SaidElsewhere(str(refusal)) from refusal
-        raise
-
-
 class Team:
     """The processes of the default process group; without one, a team of one that sends nothing."""
 
