@@ -392,7 +392,8 @@ def test_no_file_of_a_run_holds_a_secret_or_a_generators_state(tmp_path, monkeyp
     stopped(tmp_path / "run", 7)
     needles = [secret[:8], secret.hex()[:16].encode()]
     for value in keys:
-        needles += [str(value).encode(), value.to_bytes(16, "little")[:8], f"{value:x}".encode()]
+        raw = value.to_bytes(64, "little")[: 64 if value >> 128 else 16]
+        needles += [str(value).encode(), f"{value:x}".encode(), *(raw[i : i + 8] for i in range(0, len(raw), 8))]
     for path in (tmp_path / "run").iterdir():
         content = path.read_bytes()
         assert not any(needle in content for needle in needles if len(needle) >= 8), path.name
