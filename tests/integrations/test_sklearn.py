@@ -173,17 +173,50 @@ def test_a_run_that_was_cut_short_goes_on_with_what_it_was_begun_with(tmp_path, 
         declared(**settings).fit(table, labels)
     assert "TPTopKClassifier(…, out=" in how_to_resume(tmp_path / "run")
     for other, message in (
-        ({"bounds": (-2, 2)}, r"begun with bounds = \(-1, 1\), and this is \(-2, 2\)"),
-        ({"hidden": (4,)}, "begun with hidden"),
+        ({"bounds": (-2, 2)}, "begun with other columns"),
+        ({"hidden": (4,)}, r"begun with hidden = \(\)"),
+        ({"optimizer": lambda weights: torch.optim.SGD(weights, 50.0)}, "begun with optimizer = 'sgd'"),
         ({"out": None}, "give it as out="),
         ({"out": tmp_path / "rum"}, "did you mean"),
     ):
         with pytest.raises(Refusal, match=message):
             declared(**{**settings, "resume": True, **other}).fit(table, labels)
+    assert len(steps) == 7, "nothing was charged"
     fitted = declared(**settings, resume=True).fit(table, labels)
     assert fitted.run_.facts.attempts == 2 and fitted.epsilon_ <= fitted.epsilon and verify(tmp_path / "run").holds
     with pytest.raises(Refusal, match="finished"):
         declared(**settings, resume=True).fit(table, labels)
+
+
+def test_a_run_is_not_resumed_on_columns_in_another_order_or_bounds_that_are_printed_short(tmp_path, monkeypatch):
+    arrow = pytest.importorskip("pyarrow", reason="tables with names need pyarrow here")
+    table, labels = made()
+    wide = np.tile(table, 400)  # NumPy prints so many bounds as a few and dots
+    bounds = np.array([(-1.0, 1.0)] * wide.shape[1])
+    settings = {"out": tmp_path / "run", "random_state": None, "bounds": bounds}
+    names = [f"c{i}" for i in range(wide.shape[1])]
+
+    def named(order):
+        return arrow.table(dict(zip(order, wide.T, strict=True)))
+
+    honest = Mechanism.private_gradient
+
+    def interrupted(self, batches, support, phase, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return honest(self, batches, support, phase, step)
+
+    monkeypatch.setattr(Mechanism, "private_gradient", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        declared(**settings).fit(named(names), labels)
+    monkeypatch.setattr(Mechanism, "private_gradient", honest)
+    other = bounds.copy()
+    other[500] = (-2.0, 2.0)
+    assert repr(other) == repr(bounds)
+    for changes, order in (({"bounds": other}, names), ({}, [names[1], names[0], *names[2:]])):
+        with pytest.raises(Refusal, match="other columns, or the same in another order"):
+            declared(**{**settings, **changes}, resume=True).fit(named(order), labels)
+    assert declared(**settings, resume=True).fit(named(names), labels).run_.facts.attempts == 2
 
 
 def test_bounds_may_be_a_pair_a_list_or_a_dictionary():

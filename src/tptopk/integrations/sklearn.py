@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from tptopk.data.columns import declared_columns, encode, plain
+from tptopk.data.columns import Column, declared_columns, encode, plain
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest
 from tptopk.training.begun import begun_with, run_folder
@@ -168,8 +170,9 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 f"a run folder states what may be claimed, and {' and '.join(read)} would be read from the data: declare classes=[…] and "
                 "dataset_size=…, or leave out= away"
             )
+        described = self._described(names, columns, classes)
         if self.resume:
-            self._refuse_other_declarations()
+            self._refuse_other_declarations(described)
         if read:
             warnings.warn(
                 f"read from the data, which the guarantee does not cover: {' and '.join(read)}; declare classes=[…] and dataset_size=… "
@@ -192,7 +195,7 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             account=self.account,
             out=self.out,
             resume=bool(self.resume),
-            config=self._described(),
+            config=described,
             seed=seed,
         )
         model.cpu()
@@ -271,23 +274,34 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             )
         return classes, torch.tensor(numbers, dtype=torch.long)
 
-    def _described(self) -> dict[str, Any]:
-        """What was declared, in words, for the run folder."""
+    def _described(self, names: Iterable[Any], columns: Sequence[Column], classes: Array) -> dict[str, Any]:
+        """What was declared, for the run folder: in words, and as it was understood."""
         left_out = ("random_state", "resume")
-        declared = {name: repr(value) for name, value in self.get_params().items() if name not in left_out}
-        return {"model": type(self).__name__, **declared}
+        words = {
+            name: "a function" if callable(value) else repr(value)
+            for name, value in self.get_params().items()
+            if name not in left_out
+        }
+        table = [{**asdict(column), "name": str(name)} for name, column in zip(names, columns, strict=True)]
+        return {"model": type(self).__name__, **words, "columns": table, "labels": list(map(repr, classes.tolist()))}
 
-    def _refuse_other_declarations(self) -> None:
-        """The same table read by other bounds, categories or classes would silently be another one."""
+    def _refuse_other_declarations(self, now: dict[str, Any]) -> None:
+        """The same table read by other bounds, categories or classes, or in another order, would silently be another one."""
         if self.out is None:
             raise Refusal("resume goes on with the run of a folder; give it as out=")
-        before = begun_with(run_folder(self.out))
-        for name, value in self._described().items():
-            may_differ = name in ("out", "device", "account") or callable(getattr(self, name, None))
-            if not may_differ and before.get(name) != value:
+        before, now = begun_with(run_folder(self.out)), json.loads(json.dumps(now))
+        for name in now:
+            as_understood = (
+                "bounds",
+                "categories",
+                "missing",
+                "classes",
+            )  # their words may be cut short; columns and labels are not
+            if name not in ("out", "device", "account", *as_understood) and before.get(name) != now[name]:
+                of_table = name in ("columns", "labels")
+                what = f"other {name}, or the same in another order" if of_table else f"{name} = {before.get(name)}"
                 raise Refusal(
-                    f"the run in {self.out} was begun with {name} = {before.get(name)}, and this is {value}; a run is resumed with what it was "
-                    "begun with"
+                    f"the run in {self.out} was begun with {what}; a run is resumed with what it was begun with"
                 )
 
     def _plan(self, size: int, unit: str) -> Plan:
