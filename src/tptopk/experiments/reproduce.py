@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tptopk.experiments.features import Features, features
-from tptopk.experiments.recipes import PAPER, Recipe, completed
+from tptopk.experiments.recipes import PAPER, TABLES, Recipe, completed
 from tptopk.models import networks
 from tptopk.privacy import second_opinion
 from tptopk.privacy.ledger import versions
@@ -83,6 +83,7 @@ def run_all(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _mend_tail(path)
+    commit()  # as it is now, whatever is changed while runs go on
     for r in sorted(pending(recipes, path), key=_kinship):
         shared = None if run is not None else _from_another_table(r, path)
         results = [shared or run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
@@ -93,18 +94,21 @@ def run_all(
 
 
 def _from_another_table(r: Recipe, path: Path) -> dict[str, Any] | None:
-    """The same run, to the seed, from another results file beside this one; it takes no time again."""
-    for other in sorted(path.parent.glob("*.jsonl")):
-        if other != path and not other.name.startswith("tuning"):
-            for result in read_results(other):
-                if {**completed(result["recipe"]), "variant": r.variant} == r.identity():
-                    return {
-                        **result,
-                        "variant": r.variant,
-                        "recipe": r.identity(),
-                        "seconds": 0.0,
-                        "taken_from": other.name,
-                    }
+    """The same run, to the seed, from another table's file beside this one; it takes no time again.
+
+    The main table's runs are all its own: they keep what advice would have been given.
+    """
+    for name in TABLES if r.variant != PAPER else ():
+        other = path.with_name(f"{name}.jsonl")
+        for result in read_results(other) if other != path else ():
+            if {**completed(result["recipe"]), "variant": r.variant} == r.identity():
+                return {
+                    **result,
+                    "variant": r.variant,
+                    "recipe": r.identity(),
+                    "seconds": 0.0,
+                    "taken_from": other.name,
+                }
     return None
 
 
@@ -288,7 +292,7 @@ def _second(run: Run) -> float:
 
 @lru_cache(maxsize=1)
 def commit() -> str | None:
-    """Of the source that is run, and whether files differ from it; None where it is no checkout.
+    """Of the source that is run, and whether its files differ from it; None where it is no checkout.
 
     Where the source was sent to another machine without its history, TPTOPK_COMMIT says which it is.
     """
@@ -296,7 +300,8 @@ def commit() -> str | None:
         return told
     try:
         _git("ls-files", "--error-unmatch", __file__)  # a copy that lies in somebody's own repository is none of it
-        return _git("describe", "--always", "--dirty", "--abbrev=7", "--exclude=*")
+        changed = _git("status", "--porcelain", "--", str(Path(__file__).parents[1]))
+        return _git("rev-parse", "--short=7", "HEAD") + ("-dirty" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

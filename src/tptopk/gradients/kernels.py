@@ -49,9 +49,9 @@ def write_products(
     squares = torch.empty(batch, tiles, device=g.device)
     values = torch.empty(batch, width if keep else 0, device=g.device)
     by_place = active is not None and active.dtype == torch.int32
-    _kernels().write[(tiles, batch)](
+    _kernels().write[(tiles * batch,)](
         g, base, positions, columns, active if active is None or by_place else active.view(torch.uint8), values, squares,
-        count, p, d, width, *g.stride(), base.stride(0), MASKED=active is not None and not by_place, PLACED=by_place, KEEP=keep,
+        tiles, count, p, d, width, *g.stride(), base.stride(0), MASKED=active is not None and not by_place, PLACED=by_place, KEEP=keep,
         T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=1 if p <= 64 else 2,
     )  # fmt: skip
     return squares, values
@@ -77,8 +77,9 @@ def _(
 def pick(values: Tensor, indices: Tensor, picked: Tensor, squares: Tensor) -> None:
     """Writes values[:, indices] to `picked` [B, k], if it has room for them, and their squares' sums to `squares` [B, tiles]."""
     (batch, width), k = values.shape, len(indices)
-    _kernels().pick[(squares.shape[1], batch)](
-        values, indices, picked, squares, width, k, KEEP=picked.shape[1] > 0, TILE=PICK_TILE
+    tiles = squares.shape[1]
+    _kernels().pick[(tiles * batch,)](
+        values, indices, picked, squares, tiles, width, k, KEEP=picked.shape[1] > 0, TILE=PICK_TILE
     )
 
 
@@ -93,8 +94,10 @@ def round_to_tf32(values: Tensor, weights: Tensor | None) -> Tensor:
     rounded = torch.empty_like(values)
     each = values.numel() // max(1, len(values))
     if each:
-        grid = (-(-each // ROUND_TILE), len(values))
-        _kernels().round[grid](values, weights, rounded, each, WEIGHTED=weights is not None, TILE=ROUND_TILE)
+        tiles = -(-each // ROUND_TILE)
+        _kernels().round[(tiles * len(values),)](
+            values, weights, rounded, tiles, each, WEIGHTED=weights is not None, TILE=ROUND_TILE
+        )
     return rounded
 
 
@@ -129,10 +132,10 @@ def _kernels() -> SimpleNamespace:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def write(  # type: ignore[no-untyped-def]
-        g, base, positions, columns, active, values, squares, count, p, d, width, g_b, g_t, g_p, x_b,
+        g, base, positions, columns, active, values, squares, tiles, count, p, d, width, g_b, g_t, g_p, x_b,
         MASKED: tl.constexpr, PLACED: tl.constexpr, KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
     ):  # fmt: skip
-        tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        tile, b = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
         across = tl.cdiv(d, D_TILE)
         i = (tile // across) * P_TILE + tl.arange(0, P_TILE)
         j = (tile % across) * D_TILE + tl.arange(0, D_TILE)
@@ -164,22 +167,22 @@ def _kernels() -> SimpleNamespace:
         total = tl.where(counts, total, 0.0)
         if KEEP:
             tl.store(values + b * width + place, total, mask=inside)
-        tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(total * total))
+        tl.store(squares + b * tiles + tile, tl.sum(total * total))
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def pick(values, indices, picked, squares, width, k, KEEP: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        tile, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    def pick(values, indices, picked, squares, tiles, width, k, KEEP: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        tile, b = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
         n = tile * TILE + tl.arange(0, TILE)
         place = tl.load(indices + n, mask=n < k, other=0)
         value = tl.load(values + b * width + place, mask=n < k, other=0.0)
         if KEEP:
             tl.store(picked + b * k + n, value, mask=n < k)
-        tl.store(squares + b * tl.num_programs(0) + tile, tl.sum(value * value))
+        tl.store(squares + b * tiles + tile, tl.sum(value * value))
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def round(values, weights, rounded, each, WEIGHTED: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-        b = tl.program_id(1).to(tl.int64)
-        n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    def round(values, weights, rounded, tiles, each, WEIGHTED: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+        tile, b = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+        n = tile * TILE + tl.arange(0, TILE)
         value = tl.load(values + b * each + n, mask=n < each, other=0.0)
         if WEIGHTED:
             value = value * tl.load(weights + b)
