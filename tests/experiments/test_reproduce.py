@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -148,7 +149,9 @@ def test_what_a_person_got_wrong_is_one_line(tptopk, words, message):
     assert status == 2 and not out and message in error and "Traceback" not in error
 
 
-def test_a_run_keeps_what_advice_its_warm_up_would_have_given(tmp_path):
+def test_a_run_keeps_what_advice_its_warm_up_would_have_given(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce.Plan, "calibrate", partial(reproduce.Plan.calibrate, accountant="rdp"))  # faster
+    reproduce._calibrated.cache_clear()
     make_mnist(tmp_path)
     r = recipes.quick_recipe("mnist", "tp-topk", 3.0, 0, epochs=8)
     made = reproduce.features(r.dataset, str(tmp_path), r.views, r.records, "cpu")
@@ -164,6 +167,7 @@ def test_a_run_keeps_what_advice_its_warm_up_would_have_given(tmp_path):
     short = reproduce.run_one(replace(r, epochs=2), str(tmp_path), "cpu")
     assert short["advice"] is None, "too few steps for any advice"
     assert "advice" not in reproduce.run_one(replace(r, method="dp-sgd"), str(tmp_path), "cpu")
+    reproduce._calibrated.cache_clear()
 
 
 def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk, tmp_path, monkeypatch):

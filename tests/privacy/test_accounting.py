@@ -141,8 +141,19 @@ def calibrated(accountant, target, delta, batch, size, steps, method, warmup, bu
         assert budget * target * 0.999 <= alone <= budget * target
 
 
+def test_methods_with_the_same_phases_are_calibrated_alike():
+    def sigmas(method):
+        plan = Plan.calibrate(
+            method, epsilon=2.0, delta=1e-5, batch_size=50, dataset_size=1000, steps=90, accountant="rdp"
+        )
+        return [phase.noise_multiplier for phase in plan.phases]
+
+    for method in PRIVATE:
+        assert sigmas(method) == sigmas("tp-topk" if METHODS[method].warmup else "dp-sgd")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", PRIVATE)
+@pytest.mark.parametrize("method", ["dp-sgd", "tp-topk"])
 @settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
 )
