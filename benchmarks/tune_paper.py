@@ -33,12 +33,7 @@ GRID: dict[tuple[str, float], tuple[int, list[int], float, list[float]]] = {
     ("fmnist", 1.0): (4096, [20, 40], 4.0, [1.0, 2.0]),
     ("fmnist", 3.0): (4096, [40, 80], 4.0, [1.0, 2.0]),
     ("fmnist", 8.0): (4096, [120], 4.0, [1.0, 2.0]),  # at ε = 3 twice the epochs were better for three of five methods
-    ("cifar10", 1.0): (
-        8192,
-        [30],
-        4.0,
-        [1.0, 2.0, 4.0],
-    ),  # of two factors the larger was the best of every sparse method
+    ("cifar10", 1.0): (8192, [30], 4.0, [1.0, 2.0, 4.0]),  # of two the larger was best for every sparse method
     ("cifar10", 3.0): (8192, [60], 4.0, [1.0, 2.0, 4.0]),
     ("pneumoniamnist", 3.0): (512, [20, 40], 1.0, [0.5, 1.0, 2.0]),
     ("pneumoniamnist", 8.0): (512, [20, 40], 1.0, [0.5, 1.0, 2.0]),
@@ -76,9 +71,7 @@ def trials() -> list[Recipe]:
     return found
 
 
-def choose(
-    results: list[dict[str, Any]], before: dict[str, Any] | None = None
-) -> dict[tuple[str, float, str], dict[str, Any]]:
+def choose(results: list[dict[str, Any]], before: dict[str, Any]) -> dict[tuple[str, float, str], dict[str, Any]]:
     """The best trial of each cell by what it was measured by: AUC for two classes, accuracy otherwise.
 
     Every method of a cell had the same trials: one that is no longer in the grid does not count, and for a dataset and ε of
@@ -110,7 +103,7 @@ def choose(
             found[dataset, epsilon, cell[2]] = {**taken, **changes}
     chosen_before = {
         (dataset, float(epsilon), method): numbers
-        for dataset, of_epsilon in (before or {}).items()
+        for dataset, of_epsilon in before.items()
         for epsilon, of_method in of_epsilon.items()
         for method, numbers in of_method.items()
     }
@@ -139,7 +132,7 @@ def main() -> None:
     given = parser.parse_args()
     path = Path(given.results)
     if given.choose:
-        before = recipes.tuned() if recipes.TUNED.exists() else None
+        before = recipes.tuned() if recipes.TUNED.exists() else {}
         write(choose(reproduce.read_results(path), before), recipes.TUNED)
         return
     wanted = [r for r in trials() if given.only is None or r.dataset in given.only.split(",")]

@@ -319,7 +319,7 @@ def test_a_run_is_resumed_on_another_device(first, second, tmp_path):
     assert verify(tmp_path / "run").holds
 
 
-def train_in_a_group(rank, folder, backend, processes, pretended, seed):
+def train_in_a_group(rank, folder, backend, processes, pretended):
     """A short run of a process group; the weights at its end are in RANK.pt. A team may think it is larger than it is."""
     if backend is not None:
         dist.init_process_group(backend, init_method=f"file://{folder}/{backend}", rank=rank, world_size=processes)
@@ -340,7 +340,7 @@ def train_in_a_group(rank, folder, backend, processes, pretended, seed):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tptopk.fit(model, train_set, plan, optimizer, loss=F.cross_entropy, device="cuda", precision="fp32", seed=seed)
+        tptopk.fit(model, train_set, plan, optimizer, loss=F.cross_entropy, device="cuda", precision="fp32", seed=7)
     torch.save(nn.utils.parameters_to_vector(model.parameters()).cpu(), f"{folder}/{rank}.pt")
     if backend is not None:
         dist.destroy_process_group()
@@ -348,8 +348,7 @@ def train_in_a_group(rank, folder, backend, processes, pretended, seed):
 
 def weights_of_a_group(folder, backend=None, processes=1, pretended=None):
     folder.mkdir()
-    given = (str(folder), backend, processes, pretended, 7)
-    torch.multiprocessing.spawn(train_in_a_group, given, nprocs=processes)
+    torch.multiprocessing.spawn(train_in_a_group, (str(folder), backend, processes, pretended), nprocs=processes)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(processes)]
 
 

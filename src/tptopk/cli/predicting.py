@@ -64,6 +64,7 @@ def predict(
         raise Refusal(f"give --data, the records to predict for: {run} was trained on {trained.config['data']}")
     known = _schema_of(run, schema)
     source = data or "digits"
+    records = None if id_ is None else _column(source, id_)
     with image_progress() as on_image:
         inputs = read_source_inputs(
             source,
@@ -74,7 +75,6 @@ def predict(
             on_image=on_image,
         )
     names = dict(enumerate(() if known is None else known.classes))
-    records = None if id_ is None else _column(source, id_)
     lines = csv.writer(sys.stdout, lineterminator="\n")
     lines.writerow([id_ or "record", "class", "probability"])
     with torch.no_grad():

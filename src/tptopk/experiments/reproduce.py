@@ -84,8 +84,9 @@ def run_all(
     path.parent.mkdir(parents=True, exist_ok=True)
     _mend_tail(path)
     commit()  # as it is now, whatever is changed while runs go on
+    others = [] if run is not None else _of_other_tables(path)
     for r in sorted(pending(recipes, path), key=_kinship):
-        shared = None if run is not None else _from_another_table(r, path)
+        shared = _taken_from(others, r)
         results = [shared or run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
         results = sorted(results, key=lambda result: result["recipe"] == r.identity())
         with path.open("a", encoding="utf-8") as file:
@@ -93,22 +94,20 @@ def run_all(
         on_result(results[-1])
 
 
-def _from_another_table(r: Recipe, path: Path) -> dict[str, Any] | None:
-    """The same run, to the seed, from another table's file beside this one; it takes no time again.
+def _of_other_tables(path: Path) -> list[dict[str, Any]]:
+    """The runs of the other tables' files beside this one, each with the name of its file."""
+    others = [path.with_name(f"{name}.jsonl") for name in TABLES]
+    return [{**run, "taken_from": other.name} for other in others if other != path for run in read_results(other)]
+
+
+def _taken_from(others: list[dict[str, Any]], r: Recipe) -> dict[str, Any] | None:
+    """The same run, to the seed, of another table; it takes no time again.
 
     The main table's runs are all its own: they keep what advice would have been given.
     """
-    for name in TABLES if r.variant != PAPER else ():
-        other = path.with_name(f"{name}.jsonl")
-        for result in read_results(other) if other != path else ():
-            if {**completed(result["recipe"]), "variant": r.variant} == r.identity():
-                return {
-                    **result,
-                    "variant": r.variant,
-                    "recipe": r.identity(),
-                    "seconds": 0.0,
-                    "taken_from": other.name,
-                }
+    for run in others if r.variant != PAPER else ():
+        if {**completed(run["recipe"]), "variant": r.variant} == r.identity():
+            return {**run, "variant": r.variant, "recipe": r.identity(), "seconds": 0.0}
     return None
 
 

@@ -44,15 +44,14 @@ def write_products(
     if list(base.stride()) != strides:
         raise RuntimeError("the inputs lie in memory otherwise than their offsets say")
     (batch, count, p), d = g.shape, len(columns)
-    rows, across, warps = (32, 128, 4) if p <= 32 else (64, 128, 4) if p <= 64 else (128, 128, 8)
-    tiles = -(-p // rows) * -(-d // across)
+    rows, tiles = _tiling(p, d)
     squares = torch.empty(batch, tiles, device=g.device)
     values = torch.empty(batch, width if keep else 0, device=g.device)
     by_place = active is not None and active.dtype == torch.int32
     _kernels().write[(tiles * batch,)](
         g, base, positions, columns, active if active is None or by_place else active.view(torch.uint8), values, squares,
         tiles, count, p, d, width, *g.stride(), base.stride(0), MASKED=active is not None and not by_place, PLACED=by_place, KEEP=keep,
-        T_TILE=32, P_TILE=rows, D_TILE=across, num_warps=warps, num_stages=1 if p <= 64 else 2,
+        T_TILE=32, P_TILE=rows, D_TILE=ACROSS, num_warps=8 if p > 64 else 4, num_stages=2 if p > 64 else 1,
     )  # fmt: skip
     return squares, values
 
@@ -68,9 +67,14 @@ def _(
     keep: bool,
     strides: list[int],
 ) -> tuple[Tensor, Tensor]:
-    p, d = g.shape[2], len(columns)
+    _, tiles = _tiling(g.shape[2], len(columns))
+    return g.new_empty(len(g), tiles), g.new_empty(len(g), width if keep else 0)
+
+
+def _tiling(p: int, d: int) -> tuple[int, int]:
+    """Rows of a tile of a matrix p × d, and how many tiles it has."""
     rows = 32 if p <= 32 else 64 if p <= 64 else 128
-    return g.new_empty(len(g), -(-p // rows) * -(-d // 128)), g.new_empty(len(g), width if keep else 0)
+    return rows, -(-p // rows) * -(-d // ACROSS)
 
 
 @torch.library.custom_op("tptopk::pick", mutates_args=("picked", "squares"))
@@ -120,7 +124,7 @@ def _(gg: Tensor, xx: Tensor) -> tuple[Tensor, Tensor]:
     return gg.new_empty(len(gg), dtype=torch.float64), gg.new_empty(len(gg), dtype=torch.float64)
 
 
-PICK_TILE, ROUND_TILE = 1024, 4096
+ACROSS, PICK_TILE, ROUND_TILE = 128, 1024, 4096
 
 
 @cache

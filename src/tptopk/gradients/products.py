@@ -260,11 +260,7 @@ class Products:
 
     def _by_kernel(self, keep: bool) -> tuple[Tensor, Dense | None]:
         """The same by one kernel, which writes active coordinates alone."""
-        active = None
-        if self._support is not None:
-            shifts = isinstance(self._support, Shifting)  # its shapes are those of a full support
-            active = self._support[self._name].reshape(-1) if shifts else self._support.places(self._name)
-        base = self.x.base
+        active, base = None if self._support is None else self._support.places(self._name), self.x.base
         squares, values = kernels.write_products(
             self.g, base, *self.x.offsets(), active, self._active, keep, list(base.stride())
         )

@@ -290,14 +290,15 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if self.out is None:
             raise Refusal("resume goes on with the run of a folder; give it as out=")
         before, now = begun_with(run_folder(self.out)), json.loads(json.dumps(now))
+        may_differ = {"out", "device", "account"}
+        may_differ |= {
+            "bounds",
+            "categories",
+            "missing",
+            "classes",
+        }  # their words may be cut short: columns and labels are not
         for name in now:
-            as_understood = (
-                "bounds",
-                "categories",
-                "missing",
-                "classes",
-            )  # their words may be cut short; columns and labels are not
-            if name not in ("out", "device", "account", *as_understood) and before.get(name) != now[name]:
+            if name not in may_differ and before.get(name) != now[name]:
                 of_table = name in ("columns", "labels")
                 what = f"other {name}, or the same in another order" if of_table else f"{name} = {before.get(name)}"
                 raise Refusal(

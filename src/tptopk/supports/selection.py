@@ -69,18 +69,19 @@ def _kth_largest(keys: Mapping[str, Tensor], k: int) -> tuple[int, int]:
     bits = 64 if any(piece.dtype == torch.int64 for piece in whole) else 32
     found, missing = 0, k  # the digits of the k-th key so far, as a signed number; how many of its rank are below
     for shift in range(bits - DIGIT, -1, -DIGIT):
+        first = shift == bits - DIGIT  # the sign is in its digit, and no key is out yet
         counts = torch.zeros(
             2**DIGIT + 1, dtype=torch.int64, device=whole[0].device
         )  # the last: keys that are out already
         for piece in whole:
             upper = piece.long() >> shift
-            digit = upper + 2 ** (DIGIT - 1) if shift == bits - DIGIT else upper & (2**DIGIT - 1)
-            if shift < bits - DIGIT:
+            digit = upper + 2 ** (DIGIT - 1) if first else upper & (2**DIGIT - 1)
+            if not first:
                 digit = torch.where(upper >> DIGIT == found, digit, 2**DIGIT)
             counts.index_add_(0, digit, torch.ones_like(digit))
         at_least = counts[:-1].flip(0).cumsum(0).cpu()  # [n] keys whose digit is among the n + 1 highest
         place = int(torch.searchsorted(at_least, missing))
         missing -= int(at_least[place - 1]) if place else 0
         digit_of_it = 2**DIGIT - 1 - place
-        found = digit_of_it - 2 ** (DIGIT - 1) if shift == bits - DIGIT else found << DIGIT | digit_of_it
+        found = digit_of_it - 2 ** (DIGIT - 1) if first else found << DIGIT | digit_of_it
     return found, missing

@@ -200,6 +200,10 @@ class Shifting(Support):
     def pick(self, name: str, values: Tensor) -> Tensor:
         return self.keep(name, values.view(len(values), *self.masks[name].shape)).flatten(1)
 
+    def places(self, name: str) -> Tensor:
+        """All coordinates have their places: whether they are active, as booleans."""
+        return self.masks[name].reshape(-1)
+
     def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
         return None, None, False
 
