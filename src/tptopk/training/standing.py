@@ -119,12 +119,9 @@ def resumed(
     found = load_checkpoint(folder)
     if found is None and not from_start:
         raise Refusal(f"{folder} was killed before it could keep what its queries released; begin a new run")
-    if found is None:
-        return Ledger.resume(
-            folder / "ledger.jsonl", {}, 0, "", seeded=seeded, described=described, generator=generator
-        )
-    taken, length, head = place_in_ledger(found, plan, folder)
-    standing.restore(found)
+    taken, length, head = ({}, 0, "") if found is None else place_in_ledger(found, plan, folder)
+    if found is not None:
+        standing.restore(found)
     return Ledger.resume(
         folder / "ledger.jsonl", taken, length, head, seeded=seeded, described=described, generator=generator
     )
