@@ -32,7 +32,7 @@ def test_in_the_interpreter():
 @needs_interpreter
 @pytest.mark.parametrize("told", ["not at all", "by mask", "by place"])
 def test_products_are_written_where_they_are_active(told):
-    for height, channels, size, batch in ((5, 3, 4, 2), (40, 15, 3, 3), (70, 30, 2, 2)):
+    for height, channels, size, batch in ((5, 3, 4, 2), (5, 3, 8, 2), (40, 15, 3, 3), (70, 30, 2, 2), (3, 1, 2, 130)):
         for density in (0.03, 0.5, 1.0):
             for keep in (True, False):
                 check_products(told, height, channels, size, batch, density, keep)

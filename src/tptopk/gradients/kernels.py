@@ -50,8 +50,9 @@ def write_products(
     by_place = active is not None and active.dtype == torch.int32
     _kernels().write[(tiles * batch,)](
         g, base, positions, columns, active if active is None or by_place else active.view(torch.uint8), values, squares,
-        tiles, count, p, d, width, *g.stride(), base.stride(0), MASKED=active is not None and not by_place, PLACED=by_place, KEEP=keep,
-        T_TILE=32, P_TILE=rows, D_TILE=ACROSS, num_warps=8 if p > 64 else 4, num_stages=2 if p > 64 else 1,
+        batch, tiles, count, p, d, width, *g.stride(), base.stride(0),
+        MASKED=active is not None and not by_place, PLACED=by_place, KEEP=keep, EVEN=count % 32 == 0,
+        GROUP=128, T_TILE=32, P_TILE=rows, D_TILE=ACROSS, num_warps=8 if p > 64 else 4, num_stages=2 if p > 64 else 1,
     )  # fmt: skip
     return squares, values
 
@@ -136,28 +137,32 @@ def _kernels() -> SimpleNamespace:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def write(  # type: ignore[no-untyped-def]
-        g, base, positions, columns, active, values, squares, tiles, count, p, d, width, g_b, g_t, g_p, x_b,
-        MASKED: tl.constexpr, PLACED: tl.constexpr, KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
+        g, base, positions, columns, active, values, squares, batch, tiles, count, p, d, width, g_b, g_t, g_p, x_b,
+        MASKED: tl.constexpr, PLACED: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr,
+        GROUP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
     ):  # fmt: skip
-        tile, b = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
+        # Neighbours in time take the same tile of `GROUP` examples, whose columns and active coordinates then lie near.
+        first = tl.program_id(0) // (tiles * GROUP) * GROUP
+        examples = tl.minimum(batch - first, GROUP)
+        within = tl.program_id(0) - first * tiles
+        tile, b = within // examples, (first + within % examples).to(tl.int64)
         across = tl.cdiv(d, D_TILE)
         i = (tile // across) * P_TILE + tl.arange(0, P_TILE)
         j = (tile % across) * D_TILE + tl.arange(0, D_TILE)
-        column = tl.load(columns + j, mask=j < d, other=0)
+        row = (
+            tl.minimum(i, p - 1) * g_p
+        )  # what lies outside the matrix is computed of its last row or column, and not written
+        column = tl.load(columns + tl.minimum(j, d - 1))
         total = tl.zeros((P_TILE, D_TILE), dtype=tl.float32)
         for start in range(0, count, T_TILE):
             t = start + tl.arange(0, T_TILE)
-            position = tl.load(positions + t, mask=t < count, other=0)
-            left = tl.load(
-                g + b * g_b + i[:, None] * g_p + t[None, :] * g_t,
-                mask=(i[:, None] < p) & (t[None, :] < count),
-                other=0.0,
-            )
-            right = tl.load(
-                base + b * x_b + column[:, None] + position[None, :],
-                mask=(j[:, None] < d) & (t[None, :] < count),
-                other=0.0,
-            )
+            if EVEN:
+                position = tl.load(positions + t)
+                left = tl.load(g + b * g_b + (row[:, None] + t[None, :] * g_t))
+            else:  # past the last position the first one's windows are multiplied by zero
+                position = tl.load(positions + t, mask=t < count, other=0)
+                left = tl.load(g + b * g_b + (row[:, None] + t[None, :] * g_t), mask=t[None, :] < count, other=0.0)
+            right = tl.load(base + b * x_b + (column[:, None] + position[None, :]))
             total = tl.dot(left, tl.trans(right), total, input_precision="tf32")
         inside = (i[:, None] < p) & (j[None, :] < d)
         place = i[:, None] * d + j[None, :]
@@ -168,7 +173,10 @@ def _kernels() -> SimpleNamespace:
             place = tl.load(active + place, mask=inside, other=-1)
             inside = place >= 0
             counts = inside
-        total = tl.where(counts, total, 0.0)
+        if MASKED or PLACED:  # as bits: a tile of booleans is slow to bring to where the products lie
+            total = (total.to(tl.int32, bitcast=True) & tl.where(counts, -1, 0)).to(tl.float32, bitcast=True)
+        else:
+            total = tl.where(counts, total, 0.0)
         if KEEP:
             tl.store(values + b * width + place, total, mask=inside)
         tl.store(squares + b * tiles + tile, tl.sum(total * total))
