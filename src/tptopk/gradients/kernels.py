@@ -1,8 +1,8 @@
 """Triton kernels for CUDA, each one pass over memory where PyTorch takes several.
 
-`write_products` makes the active coordinates of a convolution's per-example gradients from its windows where they lie, in
-tf32, and squares them; `pick` takes the active coordinates out of gradients and squares them; `round_to_tf32` scales
-and rounds. The PyTorch paths of `products.py` and `precision.py` are their references, and serve wherever Triton is not.
+`write_products` makes a convolution's per-example gradients from its windows where they lie, in tf32, and squares them;
+`pick` takes the active coordinates out of gradients and squares them; `round_to_tf32` scales and rounds. The PyTorch paths
+of `products.py` and `precision.py` are their references, and serve wherever Triton is not.
 """
 
 from __future__ import annotations
@@ -30,29 +30,26 @@ def write_products(
     base: Tensor,
     positions: Tensor,
     columns: Tensor,
-    active: Tensor | None,
-    width: int,
+    mask: Tensor | None,
     keep: bool,
     strides: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """[B, tiles] squared norms of Σ_t g[b, t] ⊗ x[b, t], and [B, width] those gradients themselves if they are to be kept.
+    """[B, tiles] squared norms of Σ_t g[b, t] ⊗ x[b, t], and [B, p·d] those gradients themselves if they are to be kept.
 
     x[b, t, j] lies `positions[t] + columns[j]` elements after the start of base[b], whose strides must be `strides`.
-    `active`, p·d of them, tells which coordinates count: as booleans, and zero is written for the others; or as int32, the
-    coordinate's place among the `width` that are written, −1 where it has none.
+    With a mask, p·d booleans, zero is written where it is false. (Writing the active coordinates alone, side by side,
+    takes more than twice as long as writing all: picking them out afterwards is quicker.)
     """
     if list(base.stride()) != strides:
         raise RuntimeError("the inputs lie in memory otherwise than their offsets say")
     (batch, count, p), d = g.shape, len(columns)
     rows, tiles = _tiling(p, d)
     squares = torch.empty(batch, tiles, device=g.device)
-    values = torch.empty(batch, width if keep else 0, device=g.device)
-    by_place = active is not None and active.dtype == torch.int32
+    values = torch.empty(batch, p * d if keep else 0, device=g.device)
     _kernels().write[(tiles * batch,)](
-        g, base, positions, columns, active if active is None or by_place else active.view(torch.uint8), values, squares,
-        batch, tiles, count, p, d, width, *g.stride(), base.stride(0),
-        MASKED=active is not None and not by_place, PLACED=by_place, KEEP=keep, EVEN=count % 32 == 0,
-        GROUP=128, T_TILE=32, P_TILE=rows, D_TILE=ACROSS, num_warps=8 if p > 64 else 4, num_stages=2 if p > 64 else 1,
+        g, base, positions, columns, None if mask is None else mask.view(torch.uint8), values, squares,
+        tiles, count, p, d, *g.stride(), base.stride(0), MASKED=mask is not None, KEEP=keep,
+        T_TILE=32, P_TILE=rows, D_TILE=ACROSS, num_warps=8 if p > 64 else 4, num_stages=2 if p > 64 else 1,
     )  # fmt: skip
     return squares, values
 
@@ -63,13 +60,12 @@ def _(
     base: Tensor,
     positions: Tensor,
     columns: Tensor,
-    active: Tensor | None,
-    width: int,
+    mask: Tensor | None,
     keep: bool,
     strides: list[int],
 ) -> tuple[Tensor, Tensor]:
-    _, tiles = _tiling(g.shape[2], len(columns))
-    return g.new_empty(len(g), tiles), g.new_empty(len(g), width if keep else 0)
+    p, d = g.shape[2], len(columns)
+    return g.new_empty(len(g), _tiling(p, d)[1]), g.new_empty(len(g), p * d if keep else 0)
 
 
 def _tiling(p: int, d: int) -> tuple[int, int]:
@@ -137,48 +133,37 @@ def _kernels() -> SimpleNamespace:
 
     @triton.jit  # type: ignore[untyped-decorator]
     def write(  # type: ignore[no-untyped-def]
-        g, base, positions, columns, active, values, squares, batch, tiles, count, p, d, width, g_b, g_t, g_p, x_b,
-        MASKED: tl.constexpr, PLACED: tl.constexpr, KEEP: tl.constexpr, EVEN: tl.constexpr,
-        GROUP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
+        g, base, positions, columns, mask, values, squares, tiles, count, p, d, g_b, g_t, g_p, x_b,
+        MASKED: tl.constexpr, KEEP: tl.constexpr, T_TILE: tl.constexpr, P_TILE: tl.constexpr, D_TILE: tl.constexpr,
     ):  # fmt: skip
-        # Neighbours in time take the same tile of `GROUP` examples, whose columns and active coordinates then lie near.
-        first = tl.program_id(0) // (tiles * GROUP) * GROUP
-        examples = tl.minimum(batch - first, GROUP)
-        within = tl.program_id(0) - first * tiles
-        tile, b = within // examples, (first + within % examples).to(tl.int64)
+        tile, b = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
         across = tl.cdiv(d, D_TILE)
         i = (tile // across) * P_TILE + tl.arange(0, P_TILE)
         j = (tile % across) * D_TILE + tl.arange(0, D_TILE)
-        row = (
-            tl.minimum(i, p - 1) * g_p
-        )  # what lies outside the matrix is computed of its last row or column, and not written
-        column = tl.load(columns + tl.minimum(j, d - 1))
+        column = tl.load(columns + j, mask=j < d, other=0)
         total = tl.zeros((P_TILE, D_TILE), dtype=tl.float32)
         for start in range(0, count, T_TILE):
             t = start + tl.arange(0, T_TILE)
-            if EVEN:
-                position = tl.load(positions + t)
-                left = tl.load(g + b * g_b + (row[:, None] + t[None, :] * g_t))
-            else:  # past the last position the first one's windows are multiplied by zero
-                position = tl.load(positions + t, mask=t < count, other=0)
-                left = tl.load(g + b * g_b + (row[:, None] + t[None, :] * g_t), mask=t[None, :] < count, other=0.0)
-            right = tl.load(base + b * x_b + (column[:, None] + position[None, :]))
+            position = tl.load(positions + t, mask=t < count, other=0)
+            left = tl.load(
+                g + b * g_b + i[:, None] * g_p + t[None, :] * g_t,
+                mask=(i[:, None] < p) & (t[None, :] < count),
+                other=0.0,
+            )
+            right = tl.load(
+                base + b * x_b + column[:, None] + position[None, :],
+                mask=(j[:, None] < d) & (t[None, :] < count),
+                other=0.0,
+            )
             total = tl.dot(left, tl.trans(right), total, input_precision="tf32")
         inside = (i[:, None] < p) & (j[None, :] < d)
         place = i[:, None] * d + j[None, :]
         counts = inside
         if MASKED:
-            counts = tl.load(active + place, mask=inside, other=0) != 0
-        if PLACED:
-            place = tl.load(active + place, mask=inside, other=-1)
-            inside = place >= 0
-            counts = inside
-        if MASKED or PLACED:  # as bits: a tile of booleans is slow to bring to where the products lie
-            total = (total.to(tl.int32, bitcast=True) & tl.where(counts, -1, 0)).to(tl.float32, bitcast=True)
-        else:
-            total = tl.where(counts, total, 0.0)
+            counts = tl.load(mask + place, mask=inside, other=0) != 0
+        total = tl.where(counts, total, 0.0)
         if KEEP:
-            tl.store(values + b * width + place, total, mask=inside)
+            tl.store(values + b * p * d + place, total, mask=inside)
         tl.store(squares + b * tiles + tile, tl.sum(total * total))
 
     @triton.jit  # type: ignore[untyped-decorator]

@@ -226,18 +226,21 @@ class Products:
 
     def _written(self, keep: bool) -> tuple[Tensor, Dense | None]:
         """Squared norms of the gradients written out; and their active coordinates [B, k], if they are kept."""
-        if self._has_kernel:
-            return self._by_kernel(keep)
+        picked = self._support is not None and not isinstance(self._support, Shifting)
+        if self._has_kernel and not (keep and picked):
+            squares, values = self._by_kernel(self.g, self.x, keep, self._support)
+            return squares.double().sum(1), self._of_active(values) if keep else None
         batch = len(self.g)
         kept = self.g.new_empty(batch, self._active if keep else 0)
         squares = self.g.new_empty(batch, kernels.pick_tiles(self._active))
         norms = []
-        room = PIECE["traced" if get_proxy_mode() else "cuda" if self.g.is_cuda else "cpu"]
+        few = get_proxy_mode() or self._has_kernel
+        room = PIECE["few" if few else "cuda" if self.g.is_cuda else "cpu"]
         step = max(1, room // self._numbers_of_one())
         for piece in (slice(start, start + step) for start in range(0, batch, step)):
             values, active_alone = self._piece(self.g[piece], replace(self.x, base=self.x.base[piece]))
             if not active_alone and self._support is not None:
-                if kernels.usable(values) and not isinstance(self._support, Shifting):
+                if kernels.usable(values) and picked:
                     kernels.pick(values, self._support.indices(self._name), kept[piece], squares[piece])
                     continue
                 values = self._support.pick(self._name, values)
@@ -247,24 +250,23 @@ class Products:
         return torch.cat(norms) if norms else squares.double().sum(1), self._of_active(kept) if keep else None
 
     def _numbers_of_one(self) -> int:
-        """What one example writes on the way: its gradient and its windows."""
-        return (self.g.shape[2] + self.x.count) * self.x.width
+        """What one example writes on the way: its gradient, and its windows unless the kernel reads them in place."""
+        return (self.g.shape[2] + (0 if self._has_kernel else self.x.count)) * self.x.width
 
     def _piece(self, g: Tensor, x: Windows) -> tuple[Tensor, bool]:
         """[b, n] some examples' gradients, and whether they hold active coordinates alone."""
+        if self._has_kernel:
+            return self._by_kernel(g, x, True, None)[1], False
         inputs = x.written()
         if self._support is None or self._is_product:
             g, inputs = self._picked(g, inputs)
             return torch.bmm(g.transpose(1, 2), inputs).flatten(1), True
         return torch.bmm(g.transpose(1, 2), inputs).flatten(1), False
 
-    def _by_kernel(self, keep: bool) -> tuple[Tensor, Dense | None]:
-        """The same by one kernel, which writes active coordinates alone."""
-        active, base = None if self._support is None else self._support.places(self._name), self.x.base
-        squares, values = kernels.write_products(
-            self.g, base, *self.x.offsets(), active, self._active, keep, list(base.stride())
-        )
-        return squares.double().sum(1), self._of_active(values) if keep else None
+    def _by_kernel(self, g: Tensor, x: Windows, keep: bool, support: Support | None) -> tuple[Tensor, Tensor]:
+        mask = None if support is None else support[self._name].reshape(-1)
+        squares, values = kernels.write_products(g, x.base, *x.offsets(), mask, keep, list(x.base.stride()))
+        return squares, values
 
     def _of_active(self, values: Tensor) -> Dense:
         return Dense.of_active(values, self.shape, self._support, self._name)
@@ -310,8 +312,9 @@ class Products:
 
 # Written gradients are kept up to this many times the size of the layer's own input and output.
 WORTH_KEEPING = {"cuda": 8, "cpu": 4}
-# Numbers written out at once: what a cache can hold; a traced program has to be short instead.
-PIECE = {"cpu": 2**21, "cuda": 2**23, "traced": 2**26}
+# Numbers written out at once: what a cache can hold; few and large pieces where a program is traced, which has to be short, and
+# for the kernel, which is slower in small ones.
+PIECE = {"cpu": 2**21, "cuda": 2**23, "few": 2**26}
 
 
 def ghost(gg: Tensor, xx: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ class Support:
                 raise TypeError(f"the mask of {name} is {mask.dtype}; a support holds booleans")
         self.masks = dict(masks)
         self._indices: dict[str, Tensor] = {}
-        self._places: dict[str, Tensor] = {}
         self._numbers: dict[str, Tensor] = {}
         self._flat: Tensor | None = None
         self._some: dict[tuple[str, ...], Tensor] = {}
@@ -65,15 +64,6 @@ class Support:
         if name not in self._indices:
             self._indices[name] = torch.nonzero(self.masks[name].reshape(-1))[:, 0]
         return self._indices[name]
-
-    def places(self, name: str) -> Tensor:
-        """For each coordinate of a parameter, flat, its place among the active ones, −1 where it is not; int32, worked out once."""
-        if name not in self._places:
-            indices = self.indices(name)
-            table = torch.full((self.masks[name].numel(),), -1, dtype=torch.int32, device=indices.device)
-            table[indices] = torch.arange(len(indices), dtype=torch.int32, device=indices.device)
-            self._places[name] = table
-        return self._places[name]
 
     def pick(self, name: str, values: Tensor) -> Tensor:
         """The active coordinates [B, k] of values [B, n] of a parameter; what is at the others does not matter."""
@@ -199,10 +189,6 @@ class Shifting(Support):
 
     def pick(self, name: str, values: Tensor) -> Tensor:
         return self.keep(name, values.view(len(values), *self.masks[name].shape)).flatten(1)
-
-    def places(self, name: str) -> Tensor:
-        """All coordinates have their places: whether they are active, as booleans."""
-        return self.masks[name].reshape(-1)
 
     def rows_and_columns(self, name: str) -> tuple[Tensor | None, Tensor | None, bool]:
         return None, None, False
