@@ -62,10 +62,10 @@ def keep(folder: Path, name: str, runs: list[dict[str, Any]]) -> None:
 
 
 def level(r: Recipe) -> float:
-    """dp-sgd 80, 81, 82 by seed; tp-rand 1 above; tp-topk 2, 2.1, 2.2 above; on-topk below; on-rand scattered."""
+    """dp-sgd 80, 81, 82 by seed; tp-rand 1 above; tp-topk 2, 2.1, 2.2 above, its control .5 below it; on-topk below; on-rand scattered."""
     base = 80.0 + r.seed
     above = {"dp-sgd": 0.0, "tp-rand": 1.0, "tp-topk": 2.0 + 0.1 * r.seed, "on-topk": -3.0 + 0.2 * r.seed}
-    return base + above.get(r.method, (-9.0, 9.0, 0.0)[r.seed])
+    return base + above.get(r.method, (-9.0, 9.0, 0.0)[r.seed]) - 0.5 * (r.variant == recipes.TWO_PHASES)
 
 
 def everything(folder: Path) -> None:
@@ -185,6 +185,12 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
     assert row(document, "CIFAR-10", "3", "the paper")[5] == "71.05 ± 0.37"
     assert row(document, "CIFAR-10", "3", "ours, factored score")[3:6] == ["–", "–", "83.10 ± 1.10"]
 
+    part = document.split("## Active ratios")[1].split("## ")[0]
+    columns = row(part, "CIFAR-10", "8", "0.4")
+    assert columns[3:7] == ["81.00 ± 1.00", "82.60 ± 1.10", "82.00 ± 1.00", "83.10 ± 1.10"]
+    assert columns[8:10] == ["+1.10 [+0.85, +1.35]", "higher"]
+    assert columns[11:] == ["+2.10 [+1.85, +2.35]: higher", "+0.50 [+0.50, +0.50]: higher"]
+
     part = document.split("## Was the advice right?")[1].split("## ")[0]
     words = row(part, "CIFAR-10", "8")
     assert words[2:4] == ["restrict (1), cannot tell (1), stay dense (1)", "0.2"] and words[4].endswith(": higher")
@@ -220,8 +226,8 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
     assert "with 3 seeds, 2 degrees of freedom" in document
     assert row(document, "MNIST", "1", "tp-topk", "2.9991", "2.9985", "3.2104")[6:] == ["9 + 21", "3.500 / 2.250", "400 of 1,000"]  # fmt: skip
     assert row(document, "`split.jsonl`", "27", "-0.0009")[3:] == ["-0.0006 to -0.0006", "+0.2113 to +0.2113"]
-    seconds = 2.0 * (162 + 156 + 27 + 27 + 21) + 5.0 * 9 + 3.0 * 2
-    assert f"Runs of the tables: 402 of 402. Seconds of all runs together: {seconds:,.0f}." in document
+    seconds = 2.0 * (162 + 168 + 27 + 27 + 21) + 5.0 * 9 + 3.0 * 2
+    assert f"Runs of the tables: 414 of 414. Seconds of all runs together: {seconds:,.0f}." in document
     for target in ("main", "ratio", "split", "medical", "context", "diagnostics"):
         assert f"`tptopk reproduce table-{target} --device cuda`" in document
     for disagreement in published.DISAGREEMENTS:
@@ -254,7 +260,7 @@ def test_without_any_file_every_cell_says_not_run(tmp_path):
     document = (tmp_path / "r.md").read_text()
     assert row(document, "MNIST", "1", "ours")[3:] == ["not run"] * 5
     assert row(document, "tp-topk − tp-rand")[2:7] == ["0", "0", "0", "0", "9"]
-    assert "Runs of the tables: 0 of 402." in document and "Nothing is chosen yet" in document
+    assert "Runs of the tables: 0 of 414." in document and "Nothing is chosen yet" in document
     assert not list(tmp_path.glob("*.png")) and ".png" not in document
 
 

@@ -22,6 +22,7 @@ EPSILONS = (1.0, 3.0, 8.0)
 RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05, 0.01)
 SPLITS = (0.2, 0.3, 0.4)  # E₁/E, and ε₁/ε
 PAPER = "ρ = .40, split (.3, .3)"
+TWO_PHASES = "ρ = 1, two phases"  # a control: the phases, noise, learning rates and averaging of TP-TopK, and no coordinate left out
 
 
 @dataclass(frozen=True)
@@ -126,16 +127,16 @@ def table_main(make: Make = recipe) -> list[Recipe]:
 
 
 def table_ratio(make: Make = recipe) -> list[Recipe]:
-    dense = [
-        make(dataset, "dp-sgd", epsilon, seed, variant="ρ = 1")
-        for dataset in ("cifar10", "fmnist")
-        for epsilon in (8.0, 1.0)
+    cells = [(dataset, epsilon) for dataset in ("cifar10", "fmnist") for epsilon in (8.0, 1.0)]
+    dense = [make(dataset, "dp-sgd", epsilon, seed, variant="ρ = 1") for dataset, epsilon in cells for seed in SEEDS]
+    control = [
+        make(dataset, "tp-topk", epsilon, seed, active_ratio=1.0, variant=TWO_PHASES)
+        for dataset, epsilon in cells
         for seed in SEEDS
     ]
-    return dense + [
+    return [*dense, *control] + [
         make(dataset, method, epsilon, seed, active_ratio=ratio, variant=f"ρ = {ratio:g}")
-        for dataset in ("cifar10", "fmnist")
-        for epsilon in (8.0, 1.0)
+        for dataset, epsilon in cells
         for ratio in RATIOS
         for method in ("tp-topk", "tp-rand")
         for seed in SEEDS

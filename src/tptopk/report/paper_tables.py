@@ -161,25 +161,27 @@ def ratio_table(ratio: Outcomes) -> str:
         for epsilon in (8.0, 1.0):
             where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
             dense = ratio.values(method="dp-sgd", **where)
+            control = ratio.values(variant=recipes.TWO_PHASES, **where)
             gaps = {}
             for value in recipes.RATIOS:
                 own: dict[str, Any] = {**where, "variant": f"ρ = {value:g}"}
                 chosen, chance = (ratio.values(method=method, **own) for method in ("tp-topk", "tp-rand"))
                 paper = published.RATIO.get((dataset, value)) if epsilon == 8.0 else None
                 gap = gaps[value] = paired(chosen, chance)
-                over = paired(chosen, dense)
+                over = [paired(chosen, other) for other in (dense, control)]
                 theirs = None if paper is None else paper[1] - paper[0]
                 rows.append(
                     [
                         NAMES[dataset], f"{epsilon:g}", f"{value:g}", cell(ratio, method="dp-sgd", **where),
+                        cell(ratio, variant=recipes.TWO_PHASES, **where),
                         *(cell(ratio, method=method, **own) for method in ("tp-rand", "tp-topk")),
                         "–" if paper is None else f"{paper[0]:.2f} / {paper[1]:.2f}",
                         *judged(gap, theirs)[:3],
-                        NOT_RUN if over is None else f"{over.words()}: {over.verdict}",
+                        *(NOT_RUN if each is None else f"{each.words()}: {each.verdict}" for each in over),
                     ]
                 )  # fmt: skip
             notes += _trend(dataset, epsilon, gaps)
-    head = ["dataset", "ε", "ρ", "dp-sgd (ρ = 1)", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd"]  # fmt: skip
+    head = ["dataset", "ε", "ρ", "dp-sgd (ρ = 1)", "control (ρ = 1)", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd", "tp-topk − control"]  # fmt: skip
     return table(head, rows) + "".join(f"\n\n{note}" for note in notes)
 
 

@@ -97,7 +97,9 @@ def document(
         ),
         *section(
             "Active ratios", "table-ratio", "ratio",
-            "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further.",
+            "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further. "
+            "TP-TopK differs from DP-SGD by more than its support: two phases of different noise, a second learning rate, averaged weights, each as tuned. "
+            "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support alone.",
             tables.ratio_table(found["ratio"]),
         ),
         "## Was the advice right?",
