@@ -16,7 +16,7 @@ from tptopk.experiments.recipes import PAPER, Recipe
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.report import paper_tables as tables
-from tptopk.report.outcomes import Difference, paired, read, spread
+from tptopk.report.outcomes import Difference, Spread, paired, read, spread, unpaired
 from tptopk.report.reproduction import write
 
 PLAN = Plan(
@@ -128,6 +128,17 @@ def test_intervals_are_those_of_scipys_paired_t_test(count):
     assert found is not None and (found.mean, found.std) == pytest.approx((one.mean(), one.std(ddof=1)))
 
 
+def test_intervals_beside_published_numbers_are_those_of_scipys_welch_test():
+    generator = np.random.default_rng(0)
+    one, two = generator.random(3), 1 + 2 * generator.random(3)
+    ours = unpaired(dict(enumerate(one)), Spread(two.mean(), two.std(ddof=1), 3))
+    theirs = stats.ttest_ind(one, two, equal_var=False).confidence_interval(0.95)
+    assert ours is not None and ours.interval == pytest.approx((theirs.low, theirs.high))
+    assert ours.mean == pytest.approx(one.mean() - two.mean())
+    alone = unpaired({0: 1.0}, Spread(0.5, 0.1, 3))
+    assert alone == Difference(0.5, None, 1) and unpaired({}, Spread(0.5, 0.1, 3)) is None
+
+
 def test_differences_are_taken_on_shared_seeds_alone():
     ours = paired({0: 5.0, 1: 7.0, 2: 100.0}, {1: 6.0, 0: 4.0, 9: 0.0})
     assert ours == Difference(1.0, (1.0, 1.0), 2)
@@ -234,6 +245,16 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
         assert disagreement in document
     for name in ("energy", "pipeline"):
         assert f"]({name}.png)" in document and (path.parent / f"{name}.png").stat().st_size > 10_000
+
+
+def test_cells_below_the_papers_are_listed_with_what_the_other_methods_reach(tmp_path, undrawn):
+    everything(tmp_path / "results")
+    write(tmp_path / "results", tmp_path / "r.md")
+    part = (tmp_path / "r.md").read_text().split("**Cells below the paper's.**")[1].split("\n**")[0]
+    assert row(part, "MNIST", "3", "tp-topk (factored score)") == [
+        "MNIST", "3", "tp-topk (factored score)", "83.10 ± 1.10", "98.33 ± 0.05", "-15.23 [-17.95, -12.51]", "lower", "83.10 (tp-topk)",
+    ]  # fmt: skip
+    assert "| CIFAR-10 |" not in part, "ours are above there"
 
 
 def test_the_stand_in_is_named_wherever_its_figures_appear(tmp_path, undrawn):

@@ -10,6 +10,7 @@ class Value(NamedTuple):
     std: float | None = None  # over three seeds; None where the paper gives none
 
 
+SEEDS = 3  # of each value with a deviation
 METHODS = ("dp-sgd", "tp-rand", "tp-topk", "on-rand", "on-topk")
 Cell = tuple[str, float, str]  # dataset, ε, method
 

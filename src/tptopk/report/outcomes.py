@@ -86,6 +86,20 @@ def paired(values: BySeed, others: BySeed) -> Difference | None:
     return Difference(mean(found), (mean(found) - half, mean(found) + half), len(found))
 
 
+def unpaired(values: BySeed, published: Spread) -> Difference | None:
+    """values − a published mean, with Welch's interval; without one where either side has no deviation."""
+    own = spread(values)
+    if own is None:
+        return None
+    gap, sides = own.mean - published.mean, (own, published)
+    if any(not side.std for side in sides):
+        return Difference(gap, None, own.seeds)
+    parts = [(side.std or 0.0) ** 2 / side.seeds for side in sides]  # of the variance
+    freedom = sum(parts) ** 2 / sum(part**2 / (side.seeds - 1) for part, side in zip(parts, sides, strict=True))
+    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(sum(parts))
+    return Difference(gap, (gap - half, gap + half), own.seeds)
+
+
 @dataclass(frozen=True)
 class Outcomes:
     """The runs of one results file."""
