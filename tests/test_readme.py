@@ -41,5 +41,17 @@ def test_the_methods_table_is_complete():
     assert all(f"| `{name}` |" in README for name in METHODS)
 
 
+def test_the_papers_table_is_that_of_the_results():
+    from tptopk.experiments import published, recipes
+    from tptopk.report.outcomes import read
+    from tptopk.report.paper_tables import NAMES, cell
+
+    main = read(Path(__file__).parent.parent / "results", "main")
+    for dataset, epsilon in dict.fromkeys(place[:2] for place in published.MAIN):
+        own = [cell(main, dataset=dataset, target_epsilon=epsilon, method=m, variant=recipes.PAPER) for m in recipes.METHODS]  # fmt: skip
+        theirs = ", ".join(f"{published.MAIN[dataset, epsilon, method].mean:.2f}" for method in ("dp-sgd", "tp-topk"))
+        assert f"| {' | '.join([NAMES[dataset], f'{epsilon:g}', *own, theirs])} |" in README
+
+
 def test_no_placeholder_is_left():
     assert "@@" not in README
