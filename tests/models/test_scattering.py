@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tptopk.models.scattering import Scattering, folded, gabor
+from tptopk.models.scattering import Scattering, folded, folded_product, gabor
 
 
 def wave_at(y, x, rows, columns, width, angle, frequency, slant):
@@ -79,13 +79,22 @@ def test_folding_a_transform_samples_the_signal():
     torch.testing.assert_close(coarse, signal[:, ::2, ::2], rtol=1e-4, atol=1e-5)
 
 
+def test_products_are_folded_as_they_are_made():
+    x, waves = torch.randn(2, 3, 8, 12, dtype=torch.complex64), torch.randn(5, 8, 12)
+    for grain in (1, 2, 4):
+        expected = folded(x[..., None, :, :] * waves, grain)
+        torch.testing.assert_close(folded_product(x, waves, grain), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_shapes_and_what_the_transform_cannot_see():
     transform = Scattering(32, 32)
     assert transform(torch.rand(2, 3, 32, 32)).shape == (2, 243, 8, 8)
     assert Scattering(28, 28)(torch.rand(1, 1, 28, 28)).shape == (1, 81, 7, 7)
-    flat = transform(torch.full((1, 1, 32, 32), 0.7))[0]
-    assert torch.allclose(flat[0], torch.full((8, 8), 0.7), atol=1e-4), "the mean is kept"
-    assert flat[1:].abs().max() < 1e-4, "wavelets have mean zero"
+    for transform in (Scattering(32, 32), Scattering(24, 40)):
+        rows, columns = transform.size
+        flat = transform(torch.full((1, 1, rows, columns), 0.7))[0]
+        assert torch.allclose(flat[0], torch.full((rows // 4, columns // 4), 0.7), atol=1e-4), "the mean is kept"
+        assert flat[1:].abs().max() < 1e-4, "wavelets have mean zero"
     assert torch.allclose(
         gabor(40, 40, 1.6, 0.3, 0.0, 0.5).real.sum(), torch.tensor(1.0, dtype=torch.float64), atol=1e-6
     )

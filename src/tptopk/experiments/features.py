@@ -11,7 +11,7 @@ from torch import Tensor
 from tptopk.data import load
 from tptopk.models.scattering import Scattering
 
-PIECE = {"cpu": 128, "cuda": 2048}  # images transformed at once
+PIECE = {"cpu": 16, "cuda": 2048}  # images transformed at once
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ def features(dataset: str, data_dir: str | None, views: int, records: int | None
     transform = Scattering(*x.shape[2:]).to(place)
 
     def transformed(images: Tensor) -> Tensor:
-        pieces = []
-        for piece in torch.split(images, PIECE[place.type]):
-            seen = [piece, piece.flip(-1)][:views]
-            pieces.append(torch.stack([transform(view.to(place)) for view in seen], 1))
-        return torch.cat(pieces)
+        shape = (len(images), views, *transform(images[:1].to(place)).shape[1:])
+        found = torch.empty(shape, device=place)  # gigabytes: written in place, not put together from pieces
+        for into, piece in zip(*(torch.split(whole, PIECE[place.type]) for whole in (found, images)), strict=True):
+            for view, seen in enumerate([piece, piece.flip(-1)][:views]):
+                into[:, view] = transform(seen.to(place))
+        return found
 
     with torch.no_grad():
         return Features(
