@@ -6,23 +6,16 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from scipy.stats import binom, norm
 
-from tptopk.experiments.audit import (
-    audit_mechanism,
-    audit_run,
-    canary_records,
-    guesses_by_rank,
-    one_run_audit,
-    run_plan,
-)
+from tptopk.experiments.audit import audit_mechanism, audit_run, run_plan
 from tptopk.experiments.lower_bounds import (
     clopper_pearson_bound,
     gaussian_epsilon,
     one_run_bound,
     one_run_p_value,
 )
+from tptopk.experiments.planted import one_run_audit
 from tptopk.gradients.clipping import ClippedSum, clipped_sum
 from tptopk.privacy.accounting import Segment, noise_for
 from tptopk.privacy.plan import Phase, Plan
@@ -171,22 +164,3 @@ def test_one_run_bound_keeps_its_error_rate_on_randomized_response():
     found = np.array([bounds[int(v)] for v in right])
     assert (found > true).mean() <= 0.07
     assert found.mean() > 0.6, "and it is not idle"
-
-
-def test_guesses_are_made_at_both_ends():
-    assert guesses_by_rank([0.3, 0.9, 0.1, 0.5, 0.7], 4).tolist() == [-1, 1, -1, 0, 1]
-    assert guesses_by_rank([3, 1, 2], 3).tolist() == [1, -1, 1]
-    with pytest.raises(Refusal, match="at most one each"):
-        guesses_by_rank([1, 2], 3)
-
-
-def test_canaries_look_like_the_data_and_their_coins_are_fair():
-    generator = torch.Generator().manual_seed(0)
-    images, labels = torch.rand(10, 1, 4, 4) * 2 - 1, torch.arange(10) % 3
-    made, targets, included = canary_records(images, labels, 2000, generator)
-    assert made.shape == (2000, 1, 4, 4) and made.dtype == images.dtype
-    assert images.min() <= made.min() and made.max() <= images.max()
-    assert targets.unique().tolist() == [0, 1, 2] and targets.dtype == labels.dtype
-    assert abs(included.float().mean() - 0.5) < 5 * 0.5 / math.sqrt(2000)
-    tokens, _, _ = canary_records(torch.randint(0, 50, (10, 6)), labels, 20, generator)
-    assert tokens.shape == (20, 6) and tokens.dtype == torch.long and int(tokens.max()) < 50

@@ -16,15 +16,8 @@ from tests.report.runs import make_run
 from tptopk.cli import main
 from tptopk.privacy.account import charge_account, open_account
 from tptopk.privacy.plan import Plan, PrivacyWarning
-from tptopk.report.terminal import (
-    TrainingProgress,
-    account_values,
-    print_account,
-    print_advice,
-    print_audits,
-    print_run,
-    print_verdict,
-)
+from tptopk.report.terminal import TrainingProgress, print_run
+from tptopk.report.verdicts import account_values, print_account, print_advice, print_audits, print_verdict
 from tptopk.supports.advice import Advice, Interval
 from tptopk.training.metrics import Metrics, StepRecord
 from tptopk.training.run import load

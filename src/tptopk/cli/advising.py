@@ -58,7 +58,7 @@ def advise_(
     from tptopk.cli.running import free_folder
     from tptopk.privacy.accounting import round_up
     from tptopk.report.plots import advice_figure
-    from tptopk.report.terminal import print_advice
+    from tptopk.report.verdicts import print_advice
     from tptopk.supports.advice import advise
     from tptopk.training.verify import warmup_in
 

@@ -43,7 +43,7 @@ def verify(run: Annotated[str, typer.Argument(metavar="RUN", help="a run folder"
     ε is computed from its ledger, twice, and everything in its folder is checked against it.
     """
     folder = run_folder(run)
-    from tptopk.report.terminal import print_verdict
+    from tptopk.report.verdicts import print_verdict
     from tptopk.training.verify import UNCHECKED
     from tptopk.training.verify import verify as check
 
@@ -81,7 +81,7 @@ def audit(
     from tptopk.experiments.audit import audit_mechanism, audit_run, run_plan
     from tptopk.experiments.planted import audit_values, one_step_plan
     from tptopk.report.plots import audit_figure
-    from tptopk.report.terminal import print_audits
+    from tptopk.report.verdicts import print_audits
 
     found = [
         result
@@ -111,7 +111,7 @@ def open_(
     It is a budget that several runs share.
     """
     from tptopk.privacy.account import open_account
-    from tptopk.report.terminal import account_values
+    from tptopk.report.verdicts import account_values
 
     account = open_account(path, epsilon, delta)
     if json_:
@@ -129,7 +129,7 @@ def show(path: Annotated[str, typer.Argument(metavar="FILE", help="an account's 
     And what is left.
     """
     from tptopk.privacy.account import read_account
-    from tptopk.report.terminal import account_values, print_account
+    from tptopk.report.verdicts import account_values, print_account
 
     values = account_values(read_account(path))
     print(json.dumps(values)) if json_ else print_account(values, Console())

@@ -28,11 +28,11 @@ from tptopk.report.terminal import (
     TrainingProgress,
     comparison,
     plan_values,
-    print_audits,
     print_comparison,
     print_plan,
     print_run,
 )
+from tptopk.report.verdicts import print_audits
 from tptopk.settings import Settings, seed_everything
 from tptopk.supports.support import Support
 from tptopk.training.begun import config_of, how_to_resume, refuse_finished, run_folder
