@@ -14,7 +14,7 @@ from tptopk.experiments import published, recipes, reproduce
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.standardize import Standardize
 
-SIZES = {"main": 162, "ratio": 168, "split": 27, "medical": 21, "context": 27, "diagnostics": 9}
+SIZES = {"main": 189, "ratio": 168, "split": 27, "medical": 21, "context": 27, "diagnostics": 9}
 
 
 def toml() -> str:
@@ -67,6 +67,7 @@ def test_the_main_table_has_the_papers_cells_and_its_setting(tuned):
     assert ours == set(published.MAIN)
     for r in recipes.table_named("main"):
         assert (r.active_ratio, r.warmup, r.warmup_budget, r.held_out) == (0.4, 0.3, 0.3, 0)
+        assert (r.variant == recipes.TWIN) <= (r.method == "tp-rand")
         assert r.score == ("factored" if r.variant == "factored score" else "paper")
 
 
@@ -77,6 +78,39 @@ def test_two_phase_methods_differ_in_nothing_but_the_ranking():
             if r.method in ("tp-rand", "tp-topk"):
                 pairs[r.dataset, r.target_epsilon, r.variant, r.seed].append(replace(r, method=""))
         assert all(len(set(found)) == 1 for found in pairs.values())
+
+
+def test_a_random_support_is_compared_on_equal_steps_noise_and_learning_rates(tuned):
+    """Whatever was tuned for each: in `main` TP-Rand has a row with TP-TopK's recipe, in `ratio` at most its averaging is its own."""
+    text = tuned.read_text()
+    fewer = text.replace(
+        '[fmnist."1".tp-rand]',
+        '[fmnist."1".tp-rand]\nepochs = 40\nema = 0.97\nbatch_size = 512\nlearning_rate = 2.0\n[elsewhere]',
+    )
+    slower = fewer.replace('[cifar10."8".tp-rand]', '[cifar10."8".tp-rand]\nepochs = 17\nema = 0.97\nbatch_size = 512\nlearning_rate = 2.0\nsecond_learning_rate = 4.0\n[nowhere]')  # fmt: skip
+    tuned.write_text(slower)
+    recipes.tuned.cache_clear()
+
+    def pairs(name, variants):
+        found = defaultdict(dict)
+        for r in recipes.table_named(name):
+            if r.method in ("tp-topk", "tp-rand") and r.variant in variants:
+                place = (r.dataset, r.target_epsilon, r.active_ratio, r.seed)
+                found[place][r.method] = replace(r, method="", variant="")
+        return {place: (pair["tp-topk"], pair["tp-rand"]) for place, pair in found.items() if len(pair) == 2}
+
+    own = pairs("main", {recipes.PAPER})
+    assert own["fmnist", 1.0, 0.4, 0][0].epochs != own["fmnist", 1.0, 0.4, 0][1].epochs == 40
+    main = {r.identity()["seed"]: r for r in recipes.table_named("main") if r.variant == recipes.TWIN}
+    assert len(main) == 3
+    twins = {(r.dataset, r.target_epsilon, r.seed): r for r in recipes.table_named("main") if r.variant == recipes.TWIN}
+    assert len(twins) == 27
+    for r in recipes.table_named("main"):
+        if r.method == "tp-topk" and r.variant == recipes.PAPER:
+            assert replace(twins[r.dataset, r.target_epsilon, r.seed], method="tp-topk", variant=recipes.PAPER) == r
+    matched = pairs("ratio", {f"ρ = {ratio:g}" for ratio in recipes.RATIOS})
+    assert len(matched) == 72 and all(replace(one, ema=two.ema) == two for one, two in matched.values())
+    assert matched["fmnist", 1.0, 0.2, 0][1].ema == 0.9 and matched["cifar10", 8.0, 0.2, 0][1].ema == 0.97
 
 
 def test_budgets_are_matched():
@@ -101,7 +135,7 @@ def test_a_cell_that_was_not_tuned_is_named(tuned):
 
 def test_datasets_that_are_not_asked_for_need_not_be_tuned(tuned):
     text = tuned.read_text()
-    assert len(recipes.table_named("main", only="mnist,fmnist")) == 108
+    assert len(recipes.table_named("main", only="mnist,fmnist")) == 126
     tuned.write_text(text.replace("[cifar10.", "[elsewhere."))
     recipes.tuned.cache_clear()
     assert {r.dataset for r in recipes.table_named("main", only="mnist,fmnist")} == {"mnist", "fmnist"}

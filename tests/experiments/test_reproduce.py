@@ -178,9 +178,9 @@ def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk,
     monkeypatch.setattr(recipes, "METHODS", ("dp-sgd", "tp-rand", "tp-topk"))
     status, out, error = tptopk("reproduce", "table-main", "--quick", "--only", "mnist")
     assert status == 0, error
-    assert out == "results/quick/reproduction.md\n" and "main 4/4: mnist tp-topk ε = 3 factored score seed 0" in error
+    assert out == "results/quick/reproduction.md\n" and "main 5/5: mnist tp-rand ε = 3 TP-TopK's recipe seed 0" in error
     first = (tmp_path / "results/quick/reproduction.md").read_text()
-    assert "4 of 12 runs are there" in first and "Its figures mean nothing" in first
+    assert "5 of 15 runs are there" in first and "Its figures mean nothing" in first
     runs = reproduce.read_results(tmp_path / "results/quick/main.jsonl")
     assert all(0.999 * 3 <= run["epsilon"] <= 3 and abs(run["epsilon_second_opinion"] - 3) < 0.02 for run in runs)
 
@@ -191,7 +191,7 @@ def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk,
     status, _, error = tptopk("reproduce", "figure-energy", "--quick")
     assert status == 0 and (tmp_path / "results/quick/energy.png").stat().st_size > 10_000, error
     document = (tmp_path / "results/quick/reproduction.md").read_text()
-    assert "![Energy" in document and "(pipeline.png)" in document and "5 of 12 runs" in document
+    assert "![Energy" in document and "(pipeline.png)" in document and "6 of 15 runs" in document
 
     monkeypatch.setattr(reproduce, "run_one", lambda *_: pytest.fail("a finished run was run again"))
     for words in (["table-main", "--only", "mnist"], ["figure-pipeline"], ["all", "--render"]):

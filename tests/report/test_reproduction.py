@@ -131,38 +131,53 @@ def test_intervals_are_those_of_scipys_paired_t_test(count):
 def test_intervals_beside_published_numbers_are_those_of_scipys_welch_test():
     generator = np.random.default_rng(0)
     one, two = generator.random(3), 1 + 2 * generator.random(3)
-    ours = unpaired(dict(enumerate(one)), Spread(two.mean(), two.std(ddof=1), 3))
+    ours = unpaired(Spread(one.mean(), one.std(ddof=1), 3), Spread(two.mean(), two.std(ddof=1), 3))
     theirs = stats.ttest_ind(one, two, equal_var=False).confidence_interval(0.95)
-    assert ours is not None and ours.interval == pytest.approx((theirs.low, theirs.high))
+    assert ours.interval == pytest.approx((theirs.low, theirs.high))
     assert ours.mean == pytest.approx(one.mean() - two.mean())
-    alone = unpaired({0: 1.0}, Spread(0.5, 0.1, 3))
-    assert alone == Difference(0.5, None, 1) and unpaired({}, Spread(0.5, 0.1, 3)) is None
+    assert unpaired(Spread(1.0, None, 1), Spread(0.5, 0.1, 3)) == Difference(0.5, None, 1)
+
+
+def test_the_papers_deviations_count_where_they_are_known():
+    ours = paired({0: 0.3, 1: 0.2, 2: 0.4}, {0: 0.0, 1: 0.0, 2: 0.0})
+    assert ours is not None and ours.verdict == "higher"
+    for paper, agrees in (
+        (Spread(0.9, None, 1), "yes in direction; the paper's size is ruled out"),
+        (Spread(0.9, 0.01, 3), "yes in direction; the paper's size is ruled out"),
+        (Spread(0.9, 0.6, 3), "yes"),
+        (Spread(-0.9, 0.6, 3), "no: the opposite"),
+    ):
+        assert ours.agrees(paper) == agrees
 
 
 def test_differences_are_taken_on_shared_seeds_alone():
     ours = paired({0: 5.0, 1: 7.0, 2: 100.0}, {1: 6.0, 0: 4.0, 9: 0.0})
-    assert ours == Difference(1.0, (1.0, 1.0), 2)
+    assert ours == Difference(1.0, (1.0, 1.0), 2, 0.0)
     assert paired({0: 1.0}, {1: 1.0}) is None
     one = paired({0: 1.0}, {0: 0.5})
-    assert one is not None and one.interval is None and one.verdict == "one seed: no interval" == one.agrees(0.5)
+    assert (
+        one is not None
+        and one.interval is None
+        and one.verdict == "one seed: no interval" == one.agrees(Spread(0.5, None, 1))
+    )
 
 
 @pytest.mark.parametrize(
     "interval, paper, verdict, reproduced",
     [
         ((0.1, 0.5), 0.2, "higher", "yes"),
-        ((0.1, 0.5), 0.9, "higher", "yes in direction; the paper's size lies outside"),
+        ((0.1, 0.5), 0.9, "higher", "yes in direction; the paper's size is ruled out"),
         ((0.1, 0.5), -0.2, "higher", "no: the opposite"),
         ((-0.5, -0.1), 0.2, "lower", "no: the opposite"),
         ((-0.5, -0.1), -0.2, "lower", "yes"),
-        ((-0.1, 0.5), 0.2, "no difference seen", "undecided: 0 and the paper's lie in the interval"),
-        ((-0.1, 0.5), 0.9, "no difference seen", "no: the paper's lies outside"),
-        ((0.0, 0.5), 0.9, "no difference seen", "no: the paper's lies outside"),
+        ((-0.1, 0.5), 0.2, "no difference seen", "undecided: neither 0 nor the paper's is ruled out"),
+        ((-0.1, 0.5), 0.9, "no difference seen", "no: the paper's is ruled out"),
+        ((0.0, 0.5), 0.9, "no difference seen", "no: the paper's is ruled out"),
     ],
 )
 def test_a_verdict_goes_by_whether_the_interval_excludes_zero(interval, paper, verdict, reproduced):
     found = Difference(sum(interval) / 2, interval, 3)
-    assert (found.verdict, found.agrees(paper)) == (verdict, reproduced)
+    assert (found.verdict, found.agrees(Spread(paper, None, 1))) == (verdict, reproduced)
 
 
 # ---- The paper's numbers ---------------------------------------------------------------------------------------------
@@ -211,13 +226,13 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
     part = document.split("**tp-topk − tp-rand**")[1].split("**")[0]
     low, high = stats.t.interval(0.95, 2, 1.1, 0.1 / 3**0.5)  # differences 1.0, 1.1, 1.2
     assert row(part, "MNIST", "1")[2:] == [
-        f"+1.10 [{low:+.2f}, {high:+.2f}]", "higher", "+0.15", "yes in direction; the paper's size lies outside",
+        f"+1.10 [{low:+.2f}, {high:+.2f}]", "higher", "+0.15", "yes in direction; the paper's size is ruled out",
     ]  # fmt: skip
     assert row(part, "CIFAR-10", "1")[4:] == ["+1.23", "yes"]
     lower = row(document.split("**on-topk − dp-sgd**")[1].split("**")[0], "CIFAR-10", "1")
     assert lower[3:] == ["lower", "+8.34", "no: the opposite"]
     unseen = row(document.split("**on-topk − on-rand**")[1].split("**")[0], "CIFAR-10", "1")
-    assert unseen[3:] == ["no difference seen", "+0.67", "undecided: 0 and the paper's lie in the interval"]
+    assert unseen[3:] == ["no difference seen", "+0.67", "undecided: neither 0 nor the paper's is ruled out"]
 
     assert row(document, "tp-topk − tp-rand") == [
         "tp-topk − tp-rand",
@@ -228,17 +243,17 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
         "0",
         "0",
         "9 of 9",
-        "1 / 8 / 0 / 0",
+        "4 / 5 / 0 / 0",
     ]
     assert row(document, "on-topk − dp-sgd")[2:7] == ["0", "9", "0", "0", "0"]
     assert row(document, "on-topk − on-rand")[2:8] == ["0", "0", "9", "0", "0", "6 of 9"]
     assert row(document, "tp-topk (factored score) − dp-sgd")[7:] == ["–", "–"]
-    assert "Of 54 such intervals about 2.7 exclude 0 by chance" in document
+    assert "Of 63 such intervals about 3.2 exclude 0 by chance" in document
     assert "with 3 seeds, 2 degrees of freedom" in document
     assert row(document, "MNIST", "1", "tp-topk", "2.9991", "2.9985", "3.2104")[6:] == ["9 + 21", "3.500 / 2.250", "400 of 1,000"]  # fmt: skip
     assert row(document, "`split.jsonl`", "27", "-0.0009")[3:] == ["-0.0006 to -0.0006", "+0.2113 to +0.2113"]
-    seconds = 2.0 * (162 + 168 + 27 + 27 + 21) + 5.0 * 9 + 3.0 * 2
-    assert f"Runs of the tables: 414 of 414. Seconds of all runs together: {seconds:,.0f}." in document
+    seconds = 2.0 * (189 + 168 + 27 + 27 + 21) + 5.0 * 9 + 3.0 * 2
+    assert f"Runs of the tables: 441 of 441. Seconds of all runs together: {seconds:,.0f}." in document
     for target in ("main", "ratio", "split", "medical", "context", "diagnostics"):
         assert f"`tptopk reproduce table-{target} --device cuda`" in document
     for disagreement in published.DISAGREEMENTS:
@@ -281,7 +296,7 @@ def test_without_any_file_every_cell_says_not_run(tmp_path):
     document = (tmp_path / "r.md").read_text()
     assert row(document, "MNIST", "1", "ours")[3:] == ["not run"] * 5
     assert row(document, "tp-topk − tp-rand")[2:7] == ["0", "0", "0", "0", "9"]
-    assert "Runs of the tables: 0 of 414." in document and "Nothing is chosen yet" in document
+    assert "Runs of the tables: 0 of 441." in document and "Nothing is chosen yet" in document
     assert not list(tmp_path.glob("*.png")) and ".png" not in document
 
 
@@ -292,7 +307,7 @@ def test_partial_files_say_how_many_of_how_many(tmp_path):
         file.write(json.dumps(runs[-1])[:100])  # cut short
     write(tmp_path / "results", tmp_path / "r.md")
     document = (tmp_path / "r.md").read_text()
-    assert f"{len(runs) - 1} of 162 runs are there" in document
+    assert f"{len(runs) - 1} of 189 runs are there" in document
     assert row(document, "MNIST", "1", "ours")[3] == "80.50 ± 0.71 (2 of 3 seeds)"
     assert row(document, "CIFAR-10", "1", "ours")[3] == "not run"
 
@@ -302,7 +317,7 @@ def test_variants_that_no_recipe_has_are_extra_rows(tmp_path):
     extra = [made(recipes.quick_recipe("mnist", "tp-topk", 1.0, s, variant="ρ by advice"), 90.0 + s) for s in range(3)]
     keep(tmp_path / "results", "main", own + extra)
     main = read(tmp_path / "results", "main")
-    assert (main.there, main.wanted) == (135, 162)
+    assert (main.there, main.wanted) == (135, 189)
     assert row(tables.main_accuracy(main), "MNIST", "1", "ours, ρ by advice")[5] == "91.00 ± 1.00"
     assert "**tp-topk (ρ by advice) − tp-rand**" in tables.main_differences(main)
 

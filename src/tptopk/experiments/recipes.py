@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ EPSILONS = (1.0, 3.0, 8.0)
 RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05, 0.01)
 SPLITS = (0.2, 0.3, 0.4)  # E₁/E, and ε₁/ε
 PAPER = "ρ = .40, split (.3, .3)"
+TWIN = "TP-TopK's recipe"  # TP-Rand with all that was tuned for TP-TopK: the two differ in their ranking alone
 TWO_PHASES = "ρ = 1, two phases"  # a control: the phases, noise, learning rates and averaging of TP-TopK, and no coordinate left out
 
 
@@ -111,6 +112,17 @@ def quick_recipe(dataset: str, method: str, epsilon: float, seed: int, **changes
 Make = Callable[..., Recipe]  # (dataset, method, ε, seed, **changes) → the recipe of that cell
 
 
+def twin(make: Make, dataset: str, epsilon: float, seed: int, **changes: Any) -> Recipe:
+    """TP-Rand as TP-TopK is run."""
+    return replace(make(dataset, "tp-topk", epsilon, seed, **changes), method="tp-rand")
+
+
+def matched(make: Make, dataset: str, epsilon: float, seed: int, **changes: Any) -> Recipe:
+    """TP-Rand's own recipe where its steps, noise and learning rates are TP-TopK's, and TP-TopK's elsewhere."""
+    own, other = make(dataset, "tp-rand", epsilon, seed, **changes), twin(make, dataset, epsilon, seed, **changes)
+    return own if replace(own, ema=other.ema) == other else other
+
+
 def table_main(make: Make = recipe) -> list[Recipe]:
     return [
         make(dataset, method, epsilon, seed)
@@ -119,10 +131,14 @@ def table_main(make: Make = recipe) -> list[Recipe]:
         for method in METHODS
         for seed in SEEDS
     ] + [
-        make(dataset, "tp-topk", epsilon, seed, score="factored", variant="factored score")
+        recipe
         for dataset in ("mnist", "fmnist", "cifar10")
         for epsilon in EPSILONS
         for seed in SEEDS
+        for recipe in (
+            make(dataset, "tp-topk", epsilon, seed, score="factored", variant="factored score"),
+            twin(make, dataset, epsilon, seed, variant=TWIN),
+        )
     ]
 
 
@@ -135,11 +151,15 @@ def table_ratio(make: Make = recipe) -> list[Recipe]:
         for seed in SEEDS
     ]
     return [*dense, *control] + [
-        make(dataset, method, epsilon, seed, active_ratio=ratio, variant=f"ρ = {ratio:g}")
+        recipe
         for dataset, epsilon in cells
         for ratio in RATIOS
-        for method in ("tp-topk", "tp-rand")
         for seed in SEEDS
+        for at_ratio in [{"active_ratio": ratio, "variant": f"ρ = {ratio:g}"}]
+        for recipe in (
+            make(dataset, "tp-topk", epsilon, seed, **at_ratio),
+            matched(make, dataset, epsilon, seed, **at_ratio),
+        )
     ]
 
 

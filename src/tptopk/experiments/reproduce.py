@@ -78,34 +78,34 @@ def run_all(
     """Run what is not in the file yet, dataset by dataset, appending each run as it ends.
 
     `run` gives the lines of one recipe, `run_one`'s unless said. The one that has the recipe itself is written last:
-    a run that was cut short between its lines is not finished. A run that another table of the folder has under another name
+    a run that was cut short between its lines is not finished. A run that a table of the folder has under another name
     is taken from there.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _mend_tail(path)
     commit()  # as it is now, whatever is changed while runs go on
-    others = [] if run is not None else _of_other_tables(path)
+    finished = _of_all_tables(path)
     for r in sorted(pending(recipes, path), key=_kinship):
-        shared = _taken_from(others, r)
-        results = [shared or run_one(r, data_dir, device)] if run is None else run(r, data_dir, device)
+        results = run(r, data_dir, device) if run else [_taken_from(finished, r) or run_one(r, data_dir, device)]
         results = sorted(results, key=lambda result: result["recipe"] == r.identity())
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(result) + "\n" for result in results))
+        finished += [{**result, "taken_from": path.name} for result in results]
         on_result(results[-1])
 
 
-def _of_other_tables(path: Path) -> list[dict[str, Any]]:
-    """The runs of the other tables' files beside this one, each with the name of its file."""
-    others = [path.with_name(f"{name}.jsonl") for name in TABLES]
-    return [{**run, "taken_from": other.name} for other in others if other != path for run in read_results(other)]
+def _of_all_tables(path: Path) -> list[dict[str, Any]]:
+    """The runs of the tables' files in this one's folder, each with the name of its file."""
+    files = [path.with_name(f"{name}.jsonl") for name in TABLES]
+    return [{**run, "taken_from": file.name} for file in files for run in read_results(file)]
 
 
-def _taken_from(others: list[dict[str, Any]], r: Recipe) -> dict[str, Any] | None:
-    """The same run, to the seed, of another table; it takes no time again.
+def _taken_from(finished: list[dict[str, Any]], r: Recipe) -> dict[str, Any] | None:
+    """The same run, to the seed, under another name; it takes no time again.
 
-    The main table's runs are all its own: they keep what advice would have been given.
+    The main table's own runs are never taken: they keep what advice would have been given.
     """
-    for run in others if r.variant != PAPER else ():
+    for run in finished if r.variant != PAPER else ():
         if {**completed(run["recipe"]), "variant": r.variant} == r.identity():
             return {**run, "variant": r.variant, "recipe": r.identity(), "seconds": 0.0}
     return None

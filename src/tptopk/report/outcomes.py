@@ -48,6 +48,7 @@ class Difference:
     mean: float
     interval: tuple[float, float] | None
     seeds: int
+    std: float | None = None  # of the differences
 
     @property
     def verdict(self) -> str:
@@ -62,36 +63,37 @@ class Difference:
         low, high = self.interval
         return f"{self.mean:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
-    def agrees(self, paper: float) -> str:
-        """Whether it says what the paper's difference says: its direction, and its size where the interval can tell."""
+    def agrees(self, paper: Spread) -> str:
+        """Whether it says what the paper's difference says: its direction, and its size where that can be told."""
         if self.interval is None:
             return "one seed: no interval"
-        low, high = self.interval
-        inside = low <= paper <= high
+        fits = self._may_equal(paper)
         if self.verdict == "no difference seen":
-            return "undecided: 0 and the paper's lie in the interval" if inside else "no: the paper's lies outside"
-        if (self.mean > 0) != (paper > 0):
+            return "undecided: neither 0 nor the paper's is ruled out" if fits else "no: the paper's is ruled out"
+        if (self.mean > 0) != (paper.mean > 0):
             return "no: the opposite"
-        return "yes" if inside else "yes in direction; the paper's size lies outside"
+        return "yes" if fits else "yes in direction; the paper's size is ruled out"
+
+    def _may_equal(self, paper: Spread) -> bool:
+        """The paper's difference is uncertain too, where its deviations are known."""
+        assert self.interval is not None
+        if not (self.std and paper.std):
+            return self.interval[0] <= paper.mean <= self.interval[1]
+        return unpaired(Spread(self.mean, self.std, self.seeds), paper).verdict == "no difference seen"
 
 
 def paired(values: BySeed, others: BySeed) -> Difference | None:
     """values − others on the seeds that both have; None where they share none."""
-    found = [values[seed] - others[seed] for seed in sorted(set(values) & set(others))]
-    if not found:
-        return None
-    if len(found) == 1:
-        return Difference(found[0], None, 1)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(found) - 1)) * stdev(found) / math.sqrt(len(found))
-    return Difference(mean(found), (mean(found) - half, mean(found) + half), len(found))
+    found = spread({seed: values[seed] - others[seed] for seed in sorted(set(values) & set(others))})
+    if found is None or found.std is None:
+        return None if found is None else Difference(found.mean, None, 1)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, found.seeds - 1)) * found.std / math.sqrt(found.seeds)
+    return Difference(found.mean, (found.mean - half, found.mean + half), found.seeds, found.std)
 
 
-def unpaired(values: BySeed, published: Spread) -> Difference | None:
-    """values − a published mean, with Welch's interval; without one where either side has no deviation."""
-    own = spread(values)
-    if own is None:
-        return None
-    gap, sides = own.mean - published.mean, (own, published)
+def unpaired(own: Spread, other: Spread) -> Difference:
+    """own − other with Welch's interval; without one where either has no deviation."""
+    gap, sides = own.mean - other.mean, (own, other)
     if any(not side.std for side in sides):
         return Difference(gap, None, own.seeds)
     parts = [(side.std or 0.0) ** 2 / side.seeds for side in sides]  # of the variance

@@ -9,7 +9,7 @@ from typing import Any
 
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
-from tptopk.report.outcomes import Difference, Outcomes, paired, spread
+from tptopk.report.outcomes import Difference, Outcomes, Spread, paired, spread
 from tptopk.report.paper_tables import NAMES, NOT_RUN, cell, judged, table
 
 # ---- The stand-in for EyePACS ----------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ def medical_table(medical: Outcomes) -> str:
                     {s: scale * v for s, v in medical.values(measure, method=m, target_epsilon=epsilon).items()}
                     for m in ("tp-topk", other)
                 )
-                paper = of(published.EYEPACS["tp-topk"]) - of(published.EYEPACS[other]) if epsilon == 8.0 else None
-                found = judged(paired(one, two), paper, digits)
+                paper = of(published.EYEPACS["tp-topk"]) - of(published.EYEPACS[other])
+                found = judged(paired(one, two), Spread(paper, None, 1) if epsilon == 8.0 else None, digits)
                 lines.append([name, f"{epsilon:g}", f"tp-topk − {other}", *found[:3]])
     head = ["measure", "ε", "difference", "PneumoniaMNIST (stand-in) [95% interval]", "verdict", "EyePACS (the paper)"]
     return text + "\n\n" + table(head, lines)

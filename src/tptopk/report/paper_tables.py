@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -32,9 +33,15 @@ def cell(outcomes: Outcomes, measure: str = "accuracy", digits: int = 2, scale: 
     return NOT_RUN if found is None else found.words(digits, outcomes.seeds)
 
 
-def judged(difference: Difference | None, paper: float | None, digits: int = 2) -> list[str]:
+def of_paper(one: published.Value, other: published.Value) -> Spread:
+    """The difference of two of the paper's means, whose runs are not paired."""
+    std = math.hypot(one.std, other.std) if one.std and other.std else None
+    return Spread(one.mean - other.mean, std, published.SEEDS)
+
+
+def judged(difference: Difference | None, paper: Spread | None, digits: int = 2) -> list[str]:
     """Difference with interval, verdict, the paper's difference, and whether it was reproduced."""
-    theirs = "–" if paper is None else f"{paper:+.{digits}f}"
+    theirs = "–" if paper is None else f"{paper.mean:+.{digits}f}"
     if difference is None:
         return [NOT_RUN, NOT_RUN, theirs, "–" if paper is None else NOT_RUN]
     return [difference.words(digits), difference.verdict, theirs, "–" if paper is None else difference.agrees(paper)]
@@ -48,30 +55,39 @@ JUDGED = ("ours [95% interval]", "verdict", "the paper's", "reproduced")
 
 class Comparison(NamedTuple):
     method: str
-    variant: str
     other: str
+    variant: str = PAPER
+    other_variant: str = PAPER
 
     @property
     def label(self) -> str:
-        return f"{self.method}{'' if self.variant == PAPER else f' ({self.variant})'} − {self.other}"
+        sides = ((self.method, self.variant), (self.other, self.other_variant))
+        return " − ".join(name if variant == PAPER else f"{name} ({variant})" for name, variant in sides)
 
-    def paper(self, dataset: str, epsilon: float) -> float | None:
-        return published.gap(dataset, epsilon, self.method, self.other) if self.variant == PAPER else None
+    def paper(self, dataset: str, epsilon: float) -> Spread | None:
+        if self.variant != PAPER:
+            return None
+        return of_paper(*(published.MAIN[dataset, epsilon, method] for method in (self.method, self.other)))
 
 
 def comparisons(main: Outcomes) -> list[Comparison]:
-    """Those of the paper, chosen before any run; then variants of TP-TopK against the same two."""
-    ours = [("tp-topk", "tp-rand"), ("tp-topk", "dp-sgd"), ("on-topk", "on-rand"), ("on-topk", "dp-sgd")]
-    extra = [Comparison("tp-topk", v, other) for v in main.variants("tp-topk") for other in ("tp-rand", "dp-sgd")]
-    return [Comparison(method, PAPER, other) for method, other in ours] + extra
+    """Those of the paper, chosen before any run, and the first of them with one recipe for both; then variants of TP-TopK against the same two."""
+    ours = [
+        Comparison("tp-topk", "tp-rand"),
+        Comparison("tp-topk", "tp-rand", other_variant=recipes.TWIN),
+        Comparison("tp-topk", "dp-sgd"),
+        Comparison("on-topk", "on-rand"),
+        Comparison("on-topk", "dp-sgd"),
+    ]
+    return ours + [Comparison("tp-topk", other, v) for v in main.variants("tp-topk") for other in ("tp-rand", "dp-sgd")]
 
 
 def differences(main: Outcomes, comparison: Comparison) -> dict[tuple[str, float], Difference | None]:
     """dataset, ε → the paired difference of a comparison."""
+    sides = ((comparison.method, comparison.variant), (comparison.other, comparison.other_variant))
     return {
         (dataset, epsilon): paired(
-            main.values(dataset=dataset, target_epsilon=epsilon, method=comparison.method, variant=comparison.variant),
-            main.values(dataset=dataset, target_epsilon=epsilon, method=comparison.other, variant=PAPER),
+            *(main.values(dataset=dataset, target_epsilon=epsilon, method=m, variant=v) for m, v in sides)
         )
         for dataset in ("mnist", "fmnist", "cifar10")
         for epsilon in recipes.EPSILONS
@@ -129,7 +145,7 @@ def main_summary(main: Outcomes) -> str:
                     for verdict in ("higher", "lower", "no difference seen", "one seed: no interval")
                 ),
                 str(verdicts[NOT_RUN]),
-                f"{sum(p > 0 for p in in_paper)} of {len(in_paper)}" if in_paper else "–",
+                f"{sum(p.mean > 0 for p in in_paper)} of {len(in_paper)}" if in_paper else "–",
                 " / ".join(str(agreed[word]) for word in ("yes", "yes in direction", "undecided", "no"))
                 if in_paper
                 else "–",
@@ -158,10 +174,10 @@ def below_the_paper(main: Outcomes) -> str:
     for (dataset, epsilon, method), paper in published.MAIN.items():
         where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
         for variant in [PAPER, *(main.variants(method))]:
-            values = main.values(method=method, variant=variant, **where)
-            gap = unpaired(values, Spread(paper.mean, paper.std, published.SEEDS))
-            if gap is None or gap.mean >= 0:
+            own = spread(main.values(method=method, variant=variant, **where))
+            if own is None or own.mean >= paper.mean:
                 continue
+            gap = unpaired(own, Spread(paper.mean, paper.std, published.SEEDS))
             levels = {
                 m: s.mean for m in recipes.METHODS if (s := spread(main.values(method=m, variant=PAPER, **where)))
             }
@@ -207,7 +223,7 @@ def ratio_table(ratio: Outcomes) -> str:
                 paper = published.RATIO.get((dataset, value)) if epsilon == 8.0 else None
                 gap = gaps[value] = paired(chosen, chance)
                 over = [paired(chosen, other) for other in (dense, control)]
-                theirs = None if paper is None else paper[1] - paper[0]
+                theirs = None if paper is None else Spread(paper[1] - paper[0], None, 1)
                 rows.append(
                     [
                         NAMES[dataset], f"{epsilon:g}", f"{value:g}", cell(ratio, method="dp-sgd", **where),
@@ -271,7 +287,7 @@ def split_table(split: Outcomes) -> str:
             f"(0.3, 0.3) − {variant(*place)}",
             *judged(
                 paired(middle, split.values(variant=variant(*place))),
-                published.SPLIT[0.3, 0.3].mean - published.SPLIT[place].mean,
+                of_paper(published.SPLIT[0.3, 0.3], published.SPLIT[place]),
             ),
         ]
         for place in published.SPLIT

@@ -100,7 +100,8 @@ def document(
             "Active ratios", "table-ratio", "ratio",
             "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further. "
             "TP-TopK differs from DP-SGD by more than its support: two phases of different noise, a second learning rate, averaged weights, each as tuned. "
-            "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support alone.",
+            "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support alone. "
+            "TP-Rand has TP-TopK's recipe wherever its own has other steps, noise or learning rates; where these are equal it has its own, which may differ in how weights are averaged.",
             tables.ratio_table(found["ratio"]),
         ),
         "## Was the advice right?",
@@ -147,10 +148,12 @@ def _how(found: Mapping[str, Outcomes]) -> str:
     seeds = found["main"].seeds
     freedom = f"with {seeds} seeds, {seeds - 1} degrees of freedom" if seeds > 1 else "which one seed does not give"
     return (
-        "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ. A difference is taken seed by seed, and its "
+        "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the averaging of weights are each "
+        "method's own, as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ in their ranking alone. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example "
+        "is the image and its mirror: their gradients are averaged before clipping, and predictions are averaged over the two. A difference is taken seed by seed, and its "
         f"95% interval is Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means tp-topk − dp-sgd "
-        "and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference: *yes* when ours has its direction, excludes 0 and holds the paper's in its interval; *in direction* when it is of another size; *undecided* when the interval holds both 0 and the "
-        "paper's; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second file says from which it was `taken_from`."
+        "and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference, whose own deviations count where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; "
+        "*in direction* when its size is ruled out; *undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second file says from which it was `taken_from`."
     )
 
 
