@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.gradients.cases import CASES, make
 from tests.gradients.test_rules import flat, random_support
-from tptopk.gradients import graphs
+from tptopk.gradients import graphs, products
 from tptopk.gradients.clipping import clipped_sum
 from tptopk.gradients.graphs import FixedShapes, fixed_size
 from tptopk.supports.support import Support
@@ -23,6 +23,12 @@ from tptopk.supports.support import Support
 def _traced_and_not_compiled(monkeypatch, request):
     if "compiler" not in request.keywords:
         monkeypatch.setattr(graphs, "_traced", lambda program, r: make_fx(program)(r.leaves, r.real))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_clipped_for_rounding(monkeypatch):
+    """As in test_rules.py."""
+    monkeypatch.setattr(products, "CANCELS", float("inf"))
 
 
 def recorder(model):
@@ -69,6 +75,7 @@ def test_one_recording_serves_supports_that_keep_changing(name, limit):
 def test_a_support_that_shifts_clips_where_the_active_norm_is_large_alone():
     """The example's gradient is large where it is inactive: a norm over all coordinates would clip it to nothing."""
     model = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(model.weight, 1e-3)  # no logit so large that the gradient vanishes
     x, y = torch.tensor([[1e-3, 1e3]]), torch.tensor([0])
     masks = [torch.tensor([[True, False], [False, False]]), torch.tensor([[True, False], [True, False]])] * 2
     fixed = recorder(model)

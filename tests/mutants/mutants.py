@@ -24,6 +24,7 @@ add/remove against replace-one                 test_plan: a_plan_refuses_values_
 one non-finite gradient poisons the sum        test_clipping: a_bad_record_contributes_zero; test_fit: a_bad_record…
 half-precision norms underflow                 test_clipping: the_smallest_clip_norm_still_clips…, every_way_to_a_matrix…;
                                                test_probe: what_cannot_be_private… (float32 alone)
+float32 loses a record's cancelling terms       test_cancelling
 calibration overshoots its target              test_accounting: calibration_never_overspends…
 optimistic accountant                          test_accounting: golden_numbers…, a_second_implementation_agrees
 reading ε changes it                           test_accounting: …reading_changes_nothing; test_ledger: a_full_ledger…
@@ -43,6 +44,7 @@ import numpy as np
 import torch
 
 import tptopk.gradients.clipping as clipping
+import tptopk.gradients.products as products
 import tptopk.training.mechanism as mechanism
 from tptopk.gradients.clipping import Clip, ClippedSum, split
 from tptopk.gradients.examples import batch_length
@@ -175,6 +177,14 @@ def contributions_clipped_at_twice_the_norm() -> None:
 )
 def no_clip() -> None:
     clipping.clip_factors = lambda norms, roundings, clip_norm, slack: torch.isfinite(norms).to(norms.dtype)
+
+
+@mutant(
+    "tests/gradients/test_cancelling.py::test_rows_of_one_unit_that_cancel_do_not_either[None-1000000000000.0]",
+    "tests/gradients/test_cancelling.py::test_positions_that_cancel_move_the_sum_by_no_more_than_the_clip[flat-0-1.0-1000000000000.0-conv2d]",
+)
+def sums_made_anew_taken_for_exact() -> None:
+    products.CANCELS = float("inf")
 
 
 @mutant(f"{SENSITIVITY}[capture-False-0]")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.contributions import Budget, Contribution, Dense, squared_norms_of
+from tptopk.gradients.contributions import EXAMPLES, Budget, Contribution, Dense, added_up, squared_norms_of
 from tptopk.gradients.examples import (
     Batch,
     PerExampleLoss,
@@ -43,7 +43,8 @@ ENGINES = ("capture", "vmap", "reference")
 class ClippedSum:
     """Σ_i clip(m ⊙ g_i, C) over the examples of a batch, zero outside the support. Not private yet.
 
-    `flat` holds the trainable parameters' values laid end to end, in the model's order.
+    `flat` holds the trainable parameters' values laid end to end, in the model's order; in float64 where sums were added up,
+    since in float32 a long sum loses more than an example's share.
     """
 
     flat: Tensor
@@ -61,7 +62,7 @@ class ClippedSum:
     def __add__(self, other: ClippedSum) -> ClippedSum:
         if other.clip_norm != self.clip_norm:
             raise ValueError("sums clipped at different norms do not add up to a sum of known sensitivity")
-        return ClippedSum(self.flat + other.flat, self.shapes, self.clip_norm)
+        return ClippedSum(self.flat.double() + other.flat.double(), self.shapes, self.clip_norm)
 
 
 def split(flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -179,13 +180,15 @@ class Clip:
     def sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
         """Σ_i weights[i] · gradient[i], the parameters laid end to end in the support's order, which is the model's."""
         shapes = {name: mask.shape for name, mask in self.support.masks.items()}
-        flat = torch.zeros(self.support.total, device=weights.device)
+        wide = len(weights) > EXAMPLES
+        flat = torch.zeros(self.support.total, device=weights.device, dtype=torch.float64 if wide else torch.float32)
         for name, part in split(flat, shapes).items():
             if name in self._active:
                 part.copy_(self._active.pop(name).weighted_sum(weights, left_out))
         if self._bundle is not None:
             values = self._bundle if left_out is None else self._bundle.masked_fill(left_out[:, None], 0.0)
-            flat.index_copy_(0, self.support.flat_indices_of(tuple(self._small)), weights @ values)
+            total = added_up(len(weights), lambda piece: weights[piece] @ values[piece])
+            flat.index_copy_(0, self.support.flat_indices_of(tuple(self._small)), total)
         return flat
 
 

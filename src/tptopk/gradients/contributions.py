@@ -7,6 +7,7 @@ example whose gradient is not finite gets the factor 0 and is left out by select
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from tptopk.supports.support import Support
 
 CHUNK = 4096  # coordinates added up in float32 before float64 takes over
+EXAMPLES = 1024  # examples added up in float32 before float64 takes over: no more of C than a thousandth is lost
 
 
 class Budget:
@@ -65,6 +67,16 @@ def squared_norms_of(values: Tensor) -> Tensor:
     return chunks.double().square().sum(1) + rest
 
 
+def added_up(batch: int, part: Callable[[slice], Tensor]) -> Tensor:
+    """Σ of `part` over slices of a batch, in float64 from the second on."""
+    if batch <= EXAMPLES:
+        return part(slice(None))
+    total = part(slice(0, EXAMPLES)).double()
+    for start in range(EXAMPLES, batch, EXAMPLES):
+        total += part(slice(start, start + EXAMPLES))
+    return total
+
+
 class Dense:
     """Gradients written out, [B, *shape]; once restricted, only their active coordinates, [B, k]."""
 
@@ -96,7 +108,7 @@ class Dense:
         values = self.values.reshape(len(weights), -1)  # [B, k]
         if left_out is not None:
             values = values.masked_fill(left_out[:, None], 0.0)
-        total = weights @ values
+        total = added_up(len(weights), lambda piece: weights[piece] @ values[piece])
         if self.active is None:
             return total.view(self.shape)
         return total.new_zeros(self.shape.numel()).index_copy_(0, self.active, total).view(self.shape)
@@ -124,14 +136,15 @@ class Rows:
         self.values = self.values.masked_fill(~support[name][self.row], 0.0)
 
     def squared_norms(self, budget: Budget) -> Tensor:
-        # An example that names a row twice has one gradient there: occurrences of a pair are summed before squaring.
+        """Also adds up what an example has of one row: its gradient there, which is then scaled as it was measured."""
         pairs, order = torch.sort(self.example * self.rows + self.row)
         first = torch.ones_like(pairs, dtype=torch.bool)
         first[1:] = pairs[1:] != pairs[:-1]
         group = first.cumsum(0) - 1
         summed = torch.zeros_like(self.values).index_add_(0, group, self.values[order])
-        example = torch.zeros_like(pairs).index_copy_(0, group, pairs // self.rows)  # groups past the last hold zeros
-        return squared_norms_of(summed).new_zeros(self.batch).index_add_(0, example, squared_norms_of(summed))
+        pair = torch.zeros_like(pairs).index_copy_(0, group, pairs)  # groups past the last hold zeros
+        self.example, self.row, self.values = pair // self.rows, pair % self.rows, summed
+        return squared_norms_of(summed).new_zeros(self.batch).index_add_(0, self.example, squared_norms_of(summed))
 
     def weighted_sum(self, weights: Tensor, left_out: Tensor | None) -> Tensor:
         values = self.values * weights[self.example, None]

@@ -27,6 +27,7 @@ from tptopk.privacy.refusal import Refusal, nearest
 
 STABILITY = 0.01  # γ of automatic clipping
 CLIPPINGS = ("flat", "auto-s")
+SMALLEST_FACTOR = 2.0**-100
 SLACK = {"fp32": 0.0, "tf32": 2e-3, "bf16": 2e-2}
 
 
@@ -42,10 +43,9 @@ def slack(precision: str, device: torch.device) -> float:
 def clip_factors(norms: Tensor, roundings: Tensor | float, clip_norm: float, slack: float) -> Tensor:
     """[B] factors after which a gradient of norm N, moved by up to r when it is scaled, has norm at most C.
 
-    C / max(N (1 + slack), N + r), and at most 1. Zero where the norm is not finite.
+    C / max(N (1 + slack), N + r), and at most 1. Zero where the norm is not finite, or 2¹⁰⁰ times C.
     """
-    factors = (clip_norm / torch.maximum(norms * (1 + slack), norms + roundings)).clamp(max=1.0)
-    return torch.where(torch.isfinite(norms), factors, 0.0)
+    return _usable((clip_norm / torch.maximum(norms * (1 + slack), norms + roundings)).clamp(max=1.0), norms)
 
 
 def automatic_factors(norms: Tensor, roundings: Tensor | float, clip_norm: float, slack: float) -> Tensor:
@@ -53,8 +53,12 @@ def automatic_factors(norms: Tensor, roundings: Tensor | float, clip_norm: float
 
     As `clip_factors` with N enlarged by what may be rounded, so that no example moves the sum by more than C.
     """
-    factors = clip_norm / (torch.maximum(norms * (1 + slack), norms + roundings) + STABILITY)
-    return torch.where(torch.isfinite(norms), factors, 0.0)
+    return _usable(clip_norm / (torch.maximum(norms * (1 + slack), norms + roundings) + STABILITY), norms)
+
+
+def _usable(factors: Tensor, norms: Tensor) -> Tensor:
+    """Zero where the norm is not finite, or where float32 would round the factor up, as it does to its smallest numbers."""
+    return torch.where(torch.isfinite(norms) & (factors >= SMALLEST_FACTOR), factors, 0.0)
 
 
 @contextmanager

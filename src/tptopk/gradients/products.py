@@ -18,6 +18,10 @@ adds is not bounded by the norm: `rounding` says how much it can be, or the scal
 is lost. At one position nothing cancels: rounding the scaled g and, under a mask, the squares of g moves the norm by
 at most 2⁻¹⁰, which the slack of the clip covers. Ghost products cancel as well: in float32 mode they are added up in float64; in tf32 mode the norm is raised by the
 most that rounding can have taken from it.
+
+In float32 too a sum that is made anew is exact only to its largest terms: Σ_t g_t ⊗ x_t may be zero and its terms may be as
+large as they like, and what float32 loses of them is not bounded by the norm. Where the terms are more than `CANCELS`
+times their total, `rounding` says how much that can be. Kept gradients need none of this.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from tptopk.gradients import kernels
-from tptopk.gradients.contributions import Budget, Dense, squared_norms_of
+from tptopk.gradients.contributions import Budget, Dense, added_up, squared_norms_of
 from tptopk.gradients.precision import in_two, may_round, scaled, to_tf32
 from tptopk.supports.support import Shifting, Support
 
@@ -58,6 +62,11 @@ class Windows:
     @property
     def width(self) -> int:
         return math.prod(self.columns[0])
+
+    @property
+    def repeats(self) -> int:
+        """In how many windows of one example an element can be."""
+        return min(self.count, math.prod(self.columns[0][1:]))
 
     def written(self) -> Tensor:
         """[B, T, d]"""
@@ -172,7 +181,16 @@ class Products:
             return norms
         if may_round(self.g):
             self.g, self.x.base = to_tf32(self.g), to_tf32(self.x.base)
-        return self._written(keep=False)[0]
+        squares = self._written(keep=False)[0]
+        g, x = (torch.linalg.vector_norm(v, dim=tuple(range(1, v.dim()))).double() for v in (self.g, self.x.base))
+        self.rounding = self._cancelling(squares, self.x.repeats * (1.01 * g * x).square())  # Cauchy and Schwarz
+        return squares
+
+    def _cancelling(self, squares: Tensor, most: Tensor) -> Tensor:
+        """[B] what rounding can add, squared: each addition at most 2⁻²⁴ of what stands there, over an example's own positions
+        and a block of a library's sum on either side, once in the norm and once in the sum. `most` is (Σ_t ‖g_t‖‖x_t‖)²."""
+        additions = 2 * (self.x.count + BLOCK)
+        return torch.where(most > CANCELS**2 * squares, (additions * 2.0**-24) ** 2 * most, 0.0)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """g [B, T, p'] and x [B, T, d'] in active rows and columns only: what is not finite elsewhere must not matter."""
@@ -201,8 +219,8 @@ class Products:
         self._factored = (to_tf32(g), to_tf32(x)) if may_round(g) else (g, x)
         self._forget()
         g, x = (factor[:, 0] for factor in self._factored)
-        if self._is_product or self._support is None:
-            return squared_norms_of(g) * squared_norms_of(x)
+        if self._is_product or self._support is None:  # no square of either vanishes: the other may be as large
+            return g.double().square().sum(1) * torch.where(x.abs() < LARGEST, x, torch.inf).double().square().sum(1)
         mask = self._support.as_numbers(self._name)  # [p', d'] of ones and zeros
         g_scale, x_scale = (v.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) for v in (g, x))
         products = ((g / g_scale).square() @ mask) * (x / x_scale).square()  # [B, d'], no square underflows
@@ -214,8 +232,10 @@ class Products:
         self._forget()
         if not may_round(g):
             self._factored = g, x
-            gg, xx = (f.double() @ f.double().transpose(1, 2) for f in (g, x))
-            return (gg * xx).sum((1, 2)).clamp(min=0.0)
+            inner, most = ghost(*(f.double() @ f.double().transpose(1, 2) for f in (g, x)))
+            inner = inner.clamp(min=0.0)
+            self.rounding = self._cancelling(inner, most)
+            return inner
         self._factored = g, x = to_tf32(g), to_tf32(x)
         gg, xx = (f @ f.transpose(1, 2) for f in (g, x))
         inner, most = kernels.ghost(gg, xx) if kernels.usable(g) else ghost(gg, xx)
@@ -279,13 +299,15 @@ class Products:
             if left_out is not None:
                 g, x = (v.masked_fill(left_out[:, None, None], 0.0) for v in (g, x))
             g = scaled(g, weights, rounded=may_round(g))
-            total = self._spread(g.flatten(0, 1).T @ x.flatten(0, 1))
+            total = added_up(len(g), lambda piece: g[piece].flatten(0, 1).T @ x[piece].flatten(0, 1))
+            total = self._spread(total)
         else:
             g, x = self.g * weights[:, None, None], self.x.base
             if left_out is not None:
                 g, x = g.masked_fill(left_out[:, None, None], 0.0), x.masked_fill(_like(left_out, x), 0.0)
             parts = in_two(g) if may_round(g) else (g,)
-            total = torch.stack([self._whole_sum(part, x) for part in parts]).sum(0)
+            sums = (added_up(len(g), lambda piece: self._whole_sum(part[piece], x[piece])) for part in parts)  # noqa: B023
+            total = torch.stack(list(sums)).sum(0)
             total = self._spread(total) if self._picked_before else total.view(self.shape)
         if self._support is None or (self._is_product and self._factored is not None):
             return total
@@ -310,6 +332,9 @@ class Products:
         return values if self._support is None else self._support.keep(self._name, values)
 
 
+CANCELS = 256.0  # times its total that the terms of a gradient may be before rounding them counts
+BLOCK = 512  # products that a library adds up in one go, or somewhat fewer
+LARGEST = 2.0**80  # what is scaled to the clip beside a larger input is lost to float32; such an example is not finite
 # Written gradients are kept up to this many times the size of the layer's own input and output.
 WORTH_KEEPING = {"cuda": 8, "cpu": 4}
 # Numbers written out at once: what a cache can hold; few and large pieces where a program is traced, which has to be short, and

@@ -64,10 +64,10 @@ class Team:
         return drawn[self.rank :: self.size]
 
     def sum_at_first(self, values: Tensor) -> Tensor:
-        """The sum of all processes' values, at the first; at the others it means nothing."""
+        """The sum of all processes' values, at the first; at the others it means nothing. Sent as float32."""
         if self.size == 1:
             return values
-        place = self._place(values)
+        place = self._place(values.float())
         dist.reduce(place, dst=0)
         self.numbers_sent += values.numel()
         return place.to(values.device)

@@ -157,7 +157,9 @@ class Mechanism:
         if self._team.is_first:  # noise is drawn once
             noise = self._streams.normal(support.size, values.device, "noise", phase, step)
             noise.mul_(numbers.noise_multiplier * total.sensitivity())
-            values = noise.add_(values).div_(self._plan.expected_batch_size(numbers))
-        values = self._team.from_first(values)
-        flat = values if support.is_full else total.flat.zero_().index_copy_(0, support.flat_indices, values)
+            values = (values + noise).div_(self._plan.expected_batch_size(numbers)).float()
+        values = self._team.from_first(values.float())
+        flat = values
+        if not support.is_full:
+            flat = values.new_zeros(support.total).index_copy_(0, support.flat_indices, values)
         return PrivateGradient(split(flat, total.shapes), self._plan.noise_std(numbers), phase, step)
