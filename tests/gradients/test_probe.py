@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -165,6 +170,130 @@ class RunningMean(nn.Module):
             else:
                 self.mean = x.mean(0) if self.mean is None else 0.9 * self.mean + 0.1 * x.mean(0)
         return self.layer(x)
+
+
+class Remembers(nn.Module):
+    """Keeps something of what it is run on in a plain attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(6, 3), how
+        self.largest, self.examples, self.calls, self.seen = 1.0, 0, 0, set()
+        self.last, self.array, self.inside = deque(maxlen=1), np.zeros(6), SimpleNamespace(x=None)
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        self.calls += 1
+        detached = x.detach()
+        if self.how == "a running maximum":
+            self.largest = max(self.largest, float(detached.abs().max()))
+        elif self.how == "a maximum that only large records move":
+            self.largest = max(self.largest, float(detached.abs().max()) / 1e4)
+        elif self.how == "a count of examples":
+            self.examples += len(x)
+        elif self.how == "a set":
+            self.seen.add(float(detached[0, 0]))
+        elif self.how == "a queue":
+            self.last.append(detached)
+        elif self.how == "an array":
+            self.array += detached.mean(0).numpy()
+        elif self.how == "an object":
+            self.inside.x = detached
+        elif self.how == "a generator":
+            torch.rand(len(x), generator=self.generator)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["a running maximum", "a maximum that only large records move", "a count of examples", "a set", "a queue", "an array", "an object", "a generator"],
+)  # fmt: skip
+def test_what_a_model_keeps_in_plain_attributes_is_seen(how):
+    with pytest.raises(Refusal, match="changes when the model is run"):
+        choose_engine(Remembers(how), F.cross_entropy, VECTORS)
+
+
+def test_a_model_may_count_its_calls():
+    model = Remembers("nothing")
+    assert choose_engine(model, F.cross_entropy, VECTORS) == "capture" and model.calls > 0
+
+
+class RememberingLoss(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.numbers = how, []
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, model, batch):
+        losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+        if self.how == "buffer":
+            self.largest.copy_(torch.maximum(self.largest, losses.detach().max()))
+        else:
+            self.numbers.append(float(losses.detach().mean()))
+        return losses
+
+
+@pytest.mark.parametrize("how", ["buffer", "list"])
+def test_a_loss_that_remembers_its_data_is_refused(how):
+    loss = RememberingLoss(how)
+    for one in (loss, lambda model, batch: loss(model, batch)):
+        with pytest.raises(Refusal, match="the loss.* changes when the model is run"):
+            choose_engine(nn.Linear(6, 3), one, VECTORS)
+
+
+def stable_by_the_batch(model, batch):
+    scores = model(batch[0])
+    powers = torch.exp(scores - scores.max())
+    return -torch.log((powers / powers.sum(1, keepdim=True))[torch.arange(len(scores)), batch[1]])
+
+
+def mean_of_what_counts(ignored, model, batch):
+    counts = batch[0] != ignored
+    losses = F.cross_entropy(model[1](model[0](batch[0])).transpose(1, 2), batch[0] % 3, reduction="none")
+    return (losses * counts).sum(1) * len(counts) / counts.sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "data"),
+    [
+        (lambda: nn.Linear(6, 3), stable_by_the_batch, VECTORS),
+        (lambda: Wrapped(lambda m, h: h / h.abs().max().clamp(min=10) * 10), F.cross_entropy, VECTORS),
+        (lambda: Wrapped(lambda m, h: h * 2 if bool(torch.isfinite(h).all()) else h), F.cross_entropy, VECTORS),
+        (lambda: nn.Sequential(nn.Embedding(5000, 4), nn.Linear(4, 3)), partial(mean_of_what_counts, 4999), IDS),
+        (
+            lambda: nn.Sequential(nn.Embedding(5000, 4, padding_idx=700), nn.Linear(4, 3)),
+            partial(mean_of_what_counts, 700),
+            IDS,
+        ),
+        (lambda: nn.Sequential(nn.Embedding(300, 4), nn.Linear(4, 3)), partial(mean_of_what_counts, 255), IDS),
+    ],
+)
+def test_mixing_that_shows_beside_unusual_records_alone_is_refused(model, loss, data):
+    """Very large ones, ones that are not numbers, ids that an embedding pads with."""
+    with pytest.raises(Refusal, match="other examples of its batch"):
+        choose_engine(model(), loss, data)
+
+
+class ClipsTheBatch(nn.Module):
+    """A hook going backward scales the whole batch's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * (10 / g.norm()).clamp(max=1.0))
+        return self.head(torch.tanh(h))
+
+
+def test_gradients_that_mix_beside_large_ones_alone_are_not_captured():
+    def weighted(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none") * batch[2]
+
+    with pytest.raises(Refusal, match="its gradients are not the reference's"):
+        choose_engine(ClipsTheBatch(), weighted, (*VECTORS, torch.ones(1)), engine="capture")
 
 
 @pytest.mark.parametrize("where", ["buffer", "late buffer", "parameter", "attribute", "list"])

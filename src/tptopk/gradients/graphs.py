@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tptopk.gradients.clipping import Clip, ClippedSum, gather, shapes_of
 from tptopk.gradients.examples import Batch, batch_length, per_example
 from tptopk.gradients.precision import computing_in, forward_in, slack
-from tptopk.gradients.probe import versions_of
+from tptopk.gradients.traces import versions_of
 from tptopk.supports.support import Shifting, Support
 
 Program = Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]]  # leaves, which are real → flat sum, all finite

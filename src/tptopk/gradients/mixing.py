@@ -1,7 +1,8 @@
 """Whether an example's loss stays the same whatever the other examples of its batch are, and however many.
 
-Clipping bounds a record's influence only then. Tried on made-up batches, also with masks and with labels that are to be ignored:
-a loss that is divided by how many of them count in the whole batch shows there and nowhere else.
+Clipping bounds a record's influence only then. Tried on made-up batches, also beside records a million times as large or not numbers at
+all (a softmax made stable by the batch's maximum shows there and nowhere else), and with masks and labels that are to be ignored (as does a
+loss that is divided by how many of them count in the whole batch).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from tptopk.gradients.examples import Batch, PerExampleLoss, checked_losses, mov
 from tptopk.privacy.refusal import Refusal
 
 EXAMPLES = 8
-IGNORED = (-100, -1)  # labels that commonly mean: this one does not count
+IGNORED = (-100, -1, 255)  # labels that commonly mean: this one does not count
+SIZES = (1e3, 1e6)  # of records that others must not notice
 
 Maker = Callable[[int, int], Batch]  # (seed, number of examples) → made-up batch
 
@@ -36,6 +38,16 @@ def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn
     )
     if _mixes(model, loss, make(0, EXAMPLES), make(1, EXAMPLES)):
         raise Refusal(mixed)
+    for others in (*in_other_sizes(make(1, EXAMPLES)), _not_numbers(make(1, EXAMPLES))):
+        try:
+            found = _mixes(model, loss, make(0, EXAMPLES), others, wherever_finite=True)
+        except Exception:  # such values are more than the model or the loss takes
+            continue
+        if found:
+            raise Refusal(
+                mixed + " (it shows beside very large records: a maximum or a norm that is taken over the whole batch "
+                "must be taken over each example)"
+            )
     for batch, others in _with_masks_and_ignored(model, trial, loss, make):
         try:
             found = _mixes(model, loss, batch, others, wherever_finite=True)
@@ -86,6 +98,33 @@ def _loss_alone(model: nn.Module, loss: PerExampleLoss, batch: Batch, i: int, ma
         return torch.full((), torch.nan, device=tensors_of(batch)[0].device)
 
 
+def in_other_sizes(batch: Batch, unchanged: int = 0) -> list[Batch]:
+    """The batch with numbers of other sizes from example `unchanged` on: in all of its tensors, and in each alone."""
+    leaves, form = tree_flatten(batch)
+    found = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and leaf.is_floating_point()]
+    sets = [found] * (len(found) > 1) + [[n] for n in found]
+    factors = torch.tensor([1.0 if n < unchanged else SIZES[n % len(SIZES)] for n in range(EXAMPLES)])
+
+    def sized(leaf: Tensor) -> Tensor:
+        return leaf * _like(factors.to(leaf), leaf)
+
+    return [tree_unflatten([sized(v) if n in changed else v for n, v in enumerate(leaves)], form) for changed in sets]
+
+
+def _not_numbers(batch: Batch) -> Batch:
+    return tree_map(
+        lambda leaf: torch.full_like(leaf, torch.nan) if _is_filled(leaf) and leaf.is_floating_point() else leaf, batch
+    )
+
+
+def _labels_to_ignore(model: nn.Module, leaf: Tensor) -> list[int]:
+    """Those in common use, and the last id of each embedding and the one it pads with, as far as the type holds them."""
+    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    own = [n for m in tables for n in (m.num_embeddings - 1, m.padding_idx) if n is not None]
+    limits = torch.iinfo(leaf.dtype)
+    return [label for label in dict.fromkeys((*IGNORED, *own)) if limits.min <= label <= limits.max]
+
+
 def _with_masks_and_ignored(
     model: nn.Module, trial: nn.Module, loss: PerExampleLoss, make: Maker
 ) -> Iterator[tuple[Batch, Batch]]:
@@ -95,7 +134,7 @@ def _with_masks_and_ignored(
     """
     leaves = tree_flatten(make(0, EXAMPLES))[0]
     masks = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and leaf.dtype == torch.bool]
-    whole = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and _holds_negative(leaf.dtype)]
+    whole = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and _is_whole(leaf.dtype)]
 
     def changed(
         pair: list[Batch], which: list[int], how: Callable[[Tensor, np.random.Generator], Tensor]
@@ -122,7 +161,7 @@ def _with_masks_and_ignored(
     yield from ((batch, others) for batch, others in masked)
     for base in [plain, *masked[:1]]:
         for n in whole:
-            for label in IGNORED:
+            for label in _labels_to_ignore(model, leaves[n]):
                 pair = changed(base, [n], lambda leaf, generator: _partly(label, leaf, generator))  # noqa: B023
                 if runs(pair):
                     yield pair[0], pair[1]
@@ -132,9 +171,8 @@ def _is_filled(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.numel() > 0
 
 
-def _holds_negative(dtype: torch.dtype) -> bool:
-    whole = not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
-    return whole and torch.iinfo(dtype).min <= min(IGNORED)
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 def _scattered(leaf: Tensor, generator: np.random.Generator) -> Tensor:

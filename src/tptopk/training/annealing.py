@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, checked_losses
-from tptopk.gradients.probe import versions_of
+from tptopk.gradients.traces import versions_of
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_number

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tptopk.gradients.clipping import ClippedSum, clipped_sum, split, zero_sum
 from tptopk.gradients.examples import Batch, batch_length, take
 from tptopk.gradients.graphs import FixedShapes
-from tptopk.gradients.probe import versions_of
+from tptopk.gradients.traces import versions_of
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan
