@@ -238,8 +238,24 @@ def test_an_account_pays_for_a_resumed_run_once_and_for_what_was_lost_too(tmp_pa
     assert [line["name"] for line in account.runs] == [str(tmp_path / "paid"), str(tmp_path / "unpaid")]
     record = read_ledger(tmp_path / "paid" / "ledger.jsonl")
     assert record.account_order == account.order
-    spent = [PLAN.phases[i].segment._replace(steps=n) for i, n in record.charged.items() if n]
-    assert renyi_cost(spent, account.order) <= account.runs[0]["cost"] * (1 + 1e-9)
+    for name, line in zip(("paid", "unpaid"), account.runs, strict=True):
+        charged = read_ledger(tmp_path / name / "ledger.jsonl").charged
+        spent = [PLAN.phases[i].segment._replace(steps=n) for i, n in charged.items() if n]
+        assert renyi_cost(spent, account.order) <= line["cost"] * (1 + 1e-9)
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_another_runs_payment_does_not_pay_for_one_of_the_same_name_and_plan(tmp_path, monkeypatch):
+    account = tmp_path / "account"
+    open_account(account, 20.0, 1e-5)
+    for folder, begun_with in (("one", account), ("two", None)):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        stopped(Path("run"), 5, account=begun_with)
+    run(Path("run"), resume=True, account=account)
+    assert [line["name"] for line in read_account(account).runs] == ["run", "run"]
+    record = read_ledger(Path("run") / "ledger.jsonl")
+    assert record.payment == read_account(account).runs[1]["payment"] != read_account(account).runs[0]["payment"]
 
 
 def test_the_clock_is_not_read_for_anything_that_counts(tmp_path, monkeypatch):

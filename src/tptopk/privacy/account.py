@@ -9,11 +9,13 @@ the run begins, and never gives any of it back.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tptopk.privacy import accounting
+from tptopk.privacy.accounting import Segment
 from tptopk.privacy.chain import START, append_durably, chained, open_locked, read_chain
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
@@ -82,34 +84,36 @@ def read_account(path: str | Path) -> Account:
         raise Refusal(f"{path} is not an account: {error!r}") from error
 
 
-def charge_account(path: str | Path, plan: Plan, name: str) -> Account:
-    """Take the whole of a plan from the account, or refuse; the line is on the disk when this returns."""
+def charge_account(
+    path: str | Path, plan: Plan, name: str, payment: str | None = None, besides: Sequence[Segment] = ()
+) -> Account:
+    """Take the whole of a plan from the account, or refuse; the line is on the disk when this returns.
+
+    `payment` tells this payment from every other; the run's ledger holds it. `besides`: what a run that pays late has charged already.
+    """
     if not plan.spec.private:
         raise Refusal("a run that is not private cannot be paid for by any account")
     file = open_locked(Path(path), 0)
     try:
         account = read_account(path)
-        cost = accounting.renyi_cost([phase.segment for phase in (*plan.queries, *plan.phases)], account.order)
+        segments = [*besides, *(phase.segment for phase in (*plan.queries, *plan.phases))]
+        cost = accounting.renyi_cost(segments, account.order)
         if cost > account.room:
             raise Refusal(
                 f"{path} has a budget of ε = {account.epsilon:g} at δ = {account.delta:g}, of which {account.epsilon_spent:.4g} is spent; this "
                 f"plan would take it to {account.epsilon - account.room + cost:.4g}"
             )
         lines, _, _ = read_chain(Path(path))
-        _append(
-            file, len(lines), lines[-1]["hash"], {"kind": "run", "name": name, "cost": cost, "plan": plan.to_dict()}
-        )
+        line = {"kind": "run", "name": name, "cost": cost, "plan": plan.to_dict(), "payment": payment}
+        _append(file, len(lines), lines[-1]["hash"], line)
     finally:
         os.close(file)
     return read_account(path)
 
 
-def pay_once(path: str | Path, plan: Plan, name: str) -> Account:
-    """For a run that is resumed: take the plan from the account unless it was taken when the run began."""
-    account = read_account(path)
-    if any(run["name"] == name and Plan.from_dict(run["plan"]) == plan for run in account.runs):
-        return account
-    return charge_account(path, plan, name)
+def has_paid(path: str | Path, payment: str | None) -> bool:
+    """Whether the account made this payment. A name and a plan would not tell: two runs may have the same."""
+    return payment is not None and any(run.get("payment") == payment for run in read_account(path).runs)
 
 
 def _append(file: int, number: int, before: str, content: dict[str, Any]) -> None:

@@ -62,11 +62,13 @@ class Ledger:
         block: int = 1,
         seeded: bool = False,
         account_order: float | None = None,
+        payment: str | None = None,
         described: Mapping[str, str] | None = None,
         generator: str | None = None,
         training_loss: bool = False,
     ) -> None:
         """`account_order`: the Rényi order of an account that paid for the plan; attempts together never cost more at it.
+        `payment`: which payment of that account it was.
 
         `described`: names of the run, its data and its model, as `description.describe` gives them. `generator`: what noise is made by, as
         `Streams` names it. `training_loss`: whether somebody is shown it.
@@ -85,7 +87,7 @@ class Ledger:
             self._file = open_locked(path, os.O_CREAT | os.O_EXCL)
         self._allowed = _affordable(plan, self.lost, self.steps)
         self._append({"kind": "plan", "format": FORMAT, "plan": plan.to_dict()})
-        paid = {} if account_order is None else {"account_order": account_order}
+        paid = {} if account_order is None else {"account_order": account_order, "payment": payment}
         self._append(
             {
                 "kind": "attempt",
@@ -107,13 +109,15 @@ class Ledger:
         *,
         block: int = 1,
         seeded: bool = False,
+        paid: Mapping[str, float | str] | None = None,
         described: Mapping[str, str] | None = None,
         generator: str | None = None,
         training_loss: bool = False,
     ) -> Ledger:
         """Go on with a ledger from a checkpoint that stood at `taken` steps of each phase and that length and head.
 
-        Every charge after the checkpoint stays charged and is lost.
+        Every charge after the checkpoint stays charged and is lost. `paid`: the `account_order` and `payment` of an account that
+        pays from now on.
         """
         self = cls.__new__(cls)
         self._file = open_locked(path, 0)
@@ -146,6 +150,7 @@ class Ledger:
                     "versions": versions(),
                     "from": length,
                     "torn": found.torn,
+                    **(paid or {}),
                     **self._said(told, generator),
                 }
             )
@@ -265,7 +270,7 @@ class Ledger:
             self._file = None
 
     def segments(self) -> list[Segment]:
-        return _segments(self.plan, self.charged, self._charged_queries)
+        return segments_of(self.plan, self.charged, self._charged_queries)
 
     def epsilon(self, *, delta: float | None = None, accountant: str | None = None) -> float:
         """ε of what has been charged so far. Reading it changes nothing."""
@@ -302,7 +307,8 @@ class Ledger:
             raise RuntimeError(f"{self.path} could not be written ({error}): nothing was drawn") from error
 
 
-def _segments(plan: Plan, charged: Mapping[int, int], queries: bool) -> list[Segment]:
+def segments_of(plan: Plan, charged: Mapping[int, int], queries: bool) -> list[Segment]:
+    """What those steps of a plan's phases cost, and its queries where they were charged."""
     spent = [plan.phases[i].segment._replace(steps=n) for i, n in sorted(charged.items()) if n]
     return [q.segment for q in plan.queries if queries] + spent
 
@@ -323,12 +329,12 @@ def _affordable(
 
     def cost(steps: int) -> float:
         total = Counter(lost) + Counter(taken) + Counter(remaining[:steps])
-        return accounting.epsilon(_segments(plan, total, True), plan.delta, plan.accountant)
+        return accounting.epsilon(segments_of(plan, total, True), plan.delta, plan.accountant)
 
     def paid(steps: int) -> bool:
         if account_order is None:
             return True
-        total = _segments(plan, Counter(lost) + Counter(taken) + Counter(remaining[:steps]), True)
+        total = segments_of(plan, Counter(lost) + Counter(taken) + Counter(remaining[:steps]), True)
         whole = [phase.segment for phase in (*plan.queries, *plan.phases)]
         return accounting.renyi_cost(total, account_order) <= accounting.renyi_cost(whole, account_order)
 

@@ -69,6 +69,7 @@ class LedgerRecord:
     problems: list[str] = field(default_factory=list)  # charges that are not the plan's
     versions: dict[str, str] = field(default_factory=dict)  # of the software, in the last attempt
     account_order: float | None = None  # the Rényi order at which an account paid for the plan
+    payment: str | None = None  # which of its payments it was
     described: dict[str, str] = field(default_factory=dict)  # what the attempts were told of the run
     begun: list[str | None] = field(default_factory=list)  # when each attempt began, if it says so
     ended: str | None = None
@@ -111,6 +112,7 @@ def _understood(path: Path, lines: list[dict[str, Any]], torn: int, size: int) -
                 record.attempts = line["attempt"]
                 record.seeded |= line["seeded"]
                 record.account_order = line.get("account_order", record.account_order)
+                record.payment = line.get("payment", record.payment)
                 if record.account_order is not None:
                     check_number("account_order", record.account_order, above=1)
                 record.versions = {str(name): str(value) for name, value in line["versions"].items()}

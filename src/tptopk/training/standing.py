@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tptopk.privacy.ledger import Ledger
-from tptopk.privacy.ledger_record import read_ledger
+from tptopk.privacy.account import charge_account, has_paid
+from tptopk.privacy.ledger import Ledger, segments_of
+from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy
@@ -106,6 +108,7 @@ def resumed(
     standing: Standing,
     *,
     seeded: bool,
+    account: str | Path | None = None,
     from_start: bool = True,
     described: Mapping[str, str] | None = None,
     generator: str | None = None,
@@ -115,20 +118,27 @@ def resumed(
     A run that never came to its first checkpoint starts over, with what it charged counted as lost; unless it asked
     queries before its first step, which the plan pays for once.
     """
-    refuse_another_run(folder, plan)
+    record = refuse_another_run(folder, plan)
     found = load_checkpoint(folder)
     if found is None and not from_start:
         raise Refusal(f"{folder} was killed before it could keep what its queries released; begin a new run")
     taken, length, head = ({}, 0, "") if found is None else place_in_ledger(found, plan, folder)
     if found is not None:
         standing.restore(found)
+    paid: dict[str, float | str] | None = None
+    if account is not None and not has_paid(
+        account, record.payment
+    ):  # pays late, and for what was charged until now too
+        payment, besides = secrets.token_hex(8), segments_of(plan, record.charged, record.queries)
+        order = charge_account(account, plan, str(folder), payment, besides).order
+        paid = {"account_order": order, "payment": payment}
     return Ledger.resume(
-        folder / "ledger.jsonl", taken, length, head, seeded=seeded, described=described, generator=generator
+        folder / "ledger.jsonl", taken, length, head, seeded=seeded, paid=paid, described=described, generator=generator
     )
 
 
-def refuse_another_run(folder: Path, plan: Plan) -> None:
-    """Refuse a folder whose ledger is not of an unfinished run by this plan."""
+def refuse_another_run(folder: Path, plan: Plan) -> LedgerRecord:
+    """The ledger of an unfinished run by this plan; a folder that holds another is refused."""
     if not (folder / "ledger.jsonl").exists():
         raise Refusal(f"{folder} holds no run to resume")
     record = read_ledger(folder / "ledger.jsonl")
@@ -137,6 +147,7 @@ def refuse_another_run(folder: Path, plan: Plan) -> None:
         raise Refusal(f"{folder} holds a run of another plan; a run is resumed with the plan it was begun with")
     if record.problems:
         raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
+    return record
 
 
 def place_in_ledger(found: Checkpoint, plan: Plan, folder: Path) -> tuple[dict[int, int], int, str]:

@@ -21,7 +21,7 @@ from tptopk.gradients.examples import MeanOverRows, per_example
 from tptopk.gradients.memory import parse_bytes
 from tptopk.gradients.precision import CLIPPINGS, check_precision
 from tptopk.gradients.probe import choose_engine, refuse_unsuitable
-from tptopk.privacy.account import charge_account, pay_once, read_account
+from tptopk.privacy.account import charge_account, read_account
 from tptopk.privacy.description import describe
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
@@ -218,13 +218,15 @@ def fit(
                     Path(out),
                     plan,
                     standing,
+                    account=account,
                     seeded=seed is not None,
                     from_start=standardize is None,
                     described=described,
                     generator=streams.name,
                 )
                 streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
-            pay = None if account is None else partial(pay_once if resume else charge_account, account, plan)
+            payment = secrets.token_hex(8)
+            pay = None if account is None or resume else partial(charge_account, account, plan, payment=payment)
             if out is not None:
                 folder = RunFolder(out, model, plan, config or {}, resume=resume, pay=pay, schema=schema)
             elif pay is not None:
@@ -237,6 +239,7 @@ def fit(
                     path,
                     seeded=seed is not None,
                     account_order=order,
+                    payment=payment,
                     described=described,
                     generator=streams.name,
                 )
