@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 from tests.data.made import make_image, make_medmnist
 from tptopk.cli.loading import COMMANDS, command_named
+from tptopk.data.files import read_archive
 from tptopk.privacy.plan import Plan
 from tptopk.training.run import load
 from tptopk.training.trainer import fit
@@ -141,6 +143,25 @@ def test_own_data_and_model(tptopk, own):
     assert [row["method"] for row in rows] == ["dp-sgd", "on-rand", "non-private"]
     assert all(len(row["accuracies"]) == 2 for row in rows) and rows[2]["epsilon"] is None
     assert (own / "figure.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("value", [1e300, -1e-300, np.inf, np.nan])
+def test_what_train_says_does_not_depend_on_one_record(tptopk, tmp_path, value):
+    """Two files that differ in one record; the numbers of either are float64."""
+    generator = np.random.default_rng(0)
+    x, y = generator.standard_normal((60, 3, 4)), generator.integers(0, 3, 60)
+    (tmp_path / "mynet.py").write_text(NETWORK)
+    words = ["--dataset-size", "60", "--model", "mynet:build", "--batch-size", "20", "--delta", "1e-3", "--seed", "0"]
+    said = []
+    for first in (0.5, value):
+        x[0, 0, 0] = first
+        np.savez(tmp_path / "mine.npz", x_train=x, y_train=y)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            read_archive(tmp_path / "mine.npz")
+        done = tptopk("train", *QUICK, *words, "--data", "mine.npz", "--out", f"run{first}", cwd=tmp_path)
+        said.append((done.stderr.removeprefix("calibrating the noise …\n"), [str(w.message) for w in caught]))
+    assert said[0] == said[1]
 
 
 def test_a_config_file_says_the_same_words(tptopk, own):

@@ -91,13 +91,17 @@ def _pair(arrays: dict[str, np.ndarray[Any, Any]], part: str, path: str | Path) 
 
 
 def inputs_tensor(x: np.ndarray[Any, Any]) -> Tensor:
-    """Bytes become floats in [0, 1] (a public scale), other integers stay ids, floats become float32."""
+    """Bytes become floats in [0, 1] (a public scale), other integers stay ids, floats become float32.
+
+    What is too large for float32 becomes infinite without a warning: a warning would tell of one record.
+    """
     if x.dtype == np.uint8:
         return torch.from_numpy(x.astype(np.float32) / 255)
     if np.issubdtype(x.dtype, np.integer):
         return torch.from_numpy(x.astype(np.int64))
     if np.issubdtype(x.dtype, np.floating):
-        return torch.from_numpy(x.astype(np.float32))
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return torch.from_numpy(x.astype(np.float32))
     raise Refusal(f"inputs of type {x.dtype} cannot be trained on; give numbers")
 
 
