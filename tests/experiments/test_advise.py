@@ -145,6 +145,34 @@ def test_advise_runs_and_charges_a_warm_up_of_its_own(tmp_path, monkeypatch, cap
     assert [c["active_ratio"] for c in values["candidates"][:2]] == [1.0, 0.8]
 
 
+def test_what_advise_refuses_it_refuses_before_anything_is_charged(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, expected in (
+        (["--ratios", "0.0001"], "k = 0 of d = 5050"),
+        (["--ratios", "0.5,2"], "ratio is 2.0"),
+        (["--level", "1.2"], "level is 1.2"),
+        (["--plot", "a.xyz"], "must end in .png, .svg, .pdf"),
+        (["--plot", "nowhere/a.png"], "no folder nowhere"),
+        (["--active-ratio", "0.00001"], "leaves k = 0 of d = 5050"),
+    ):
+        code, shown, errors = command(monkeypatch, capsys, "advise", *QUICK, *words)
+        errors = errors.removeprefix("calibrating the noise …\n")  # said on a slow machine
+        assert code == 2 and not shown and expected in errors and len(errors.splitlines()) == 1, (words, errors)
+        assert list(tmp_path.iterdir()) == [], words
+
+
+def test_a_drawing_that_fails_loses_no_advice_and_says_that_the_warm_up_is_paid_for(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise Refusal("cannot write the figure: no space left")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tptopk.report.plots.advice_figure", full)
+    code, shown, errors = command(monkeypatch, capsys, "advise", *QUICK, "--plot", "runs/advise-1/advice.png")
+    assert code == 2 and shown.startswith("Verdict: ")
+    assert "no space left; the warm-up is charged and kept: tptopk advise runs/advise-1 reads it" in errors
+    assert command(monkeypatch, capsys, "advise", "runs/advise-1")[0] == 0
+
+
 def test_advise_on_a_finished_run_costs_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert command(monkeypatch, capsys, "train", *QUICK)[0] == 0

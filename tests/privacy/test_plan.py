@@ -179,3 +179,8 @@ def test_a_plan_without_noise_is_only_for_the_method_that_says_so():
 def test_the_active_coordinates_are_the_floor_of_the_share():
     for ratio, total, k in [(0.29, 100, 29), (0.4, 5050, 2020), (0.333, 10, 3), (1.0, 7, 7)]:
         assert Plan(**{**PLAN, "active_ratio": ratio}).active_coordinates(total) == k
+
+
+def test_a_plan_that_leaves_no_coordinate_is_refused():
+    with pytest.raises(Refusal, match="0.001 leaves k = 0 of d = 999 coordinates; it must be at least 0.001"):
+        Plan(**{**PLAN, "active_ratio": 0.001}).active_coordinates(999)

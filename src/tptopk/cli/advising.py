@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,23 +60,30 @@ def advise_(
         folder = str(run_folder(run))
     from tptopk.cli.running import free_folder
     from tptopk.privacy.accounting import round_up
-    from tptopk.report.plots import advice_figure
+    from tptopk.report.plots import advice_figure, check_figure
     from tptopk.report.verdicts import print_advice
-    from tptopk.supports.advice import advise
+    from tptopk.supports.advice import advise, check_level
     from tptopk.training.verify import warmup_in
 
+    check_level(level)
+    if run is None:
+        folder = out or free_folder("advise")
+    if plot:
+        check_figure(plot, made=folder)
     if run is not None:
         warmup = warmup_in(run)
     else:
-        folder = out or free_folder("advise")
-        warmup, cost = _charged_warmup(settings, seed, folder)
-    found = advise(warmup, ratios=chosen, level=level)
-    if plot:
-        advice_figure(found, plot, f"When do fewer coordinates suffice? {folder}")
+        warmup, cost = _charged_warmup(settings, seed, folder, chosen)
+    with _paid_for(folder) if cost else nullcontext():
+        found = advise(warmup, ratios=chosen, level=level)
+        if json_:
+            print(json.dumps({**found.as_values(), "folder": folder, **cost}))
+        else:
+            print_advice(found, Console())
+        if plot:
+            advice_figure(found, plot, f"When do fewer coordinates suffice? {folder}")
     if json_:
-        print(json.dumps({**found.as_values(), "folder": folder, **cost}))
         return
-    print_advice(found, Console())
     if plot:
         print(f"wrote {plot}")
     if cost:
@@ -92,20 +102,37 @@ def _numbers(ratios: str | None) -> list[float] | None:
         raise Refusal(f"ratios is {ratios!r}; give numbers separated by commas, such as 0.4,0.1") from error
 
 
-def _charged_warmup(settings: Settings, seed: int | None, folder: str) -> tuple[WarmUp, dict[str, Any]]:
+@contextmanager
+def _paid_for(folder: str) -> Iterator[None]:
+    """What is refused after the warm-up was charged says that it need not be charged again."""
+    try:
+        yield
+    except Refusal as error:
+        raise Refusal(
+            f"{error}; the warm-up is charged and kept: tptopk advise {shlex.quote(folder)} reads it"
+        ) from error
+
+
+def _charged_warmup(
+    settings: Settings, seed: int | None, folder: str, ratios: list[float] | None
+) -> tuple[WarmUp, dict[str, Any]]:
     """The first phase of the settings' plan, as a dense run of its own that pays for itself."""
     from tptopk.cli.running import calibrated, check_first, train
     from tptopk.privacy.plan import Plan
-    from tptopk.supports.advice import FEWEST_STEPS
+    from tptopk.supports.advice import FEWEST_STEPS, looked_at
+    from tptopk.supports.support import Support
     from tptopk.supports.warmup import FILE, WarmUp
     from tptopk.training.checkpoint import write_durably
 
     check_first(settings, folder)
+    coordinates = Support.full(settings.build_model()).total
+    looked_at(ratios, coordinates)
     plan = calibrated(settings)
     if not plan.spec.warmup:
         raise Refusal(f"{plan.method} has no warm-up to advise from; use --method tp-topk")
     if plan.phases[0].steps < FEWEST_STEPS:
         raise Refusal(f"the warm-up has {plan.phases[0].steps} steps; advice needs at least {FEWEST_STEPS}")
+    plan.active_coordinates(coordinates)
     alone = Plan(
         phases=plan.phases[:1],
         delta=plan.delta,

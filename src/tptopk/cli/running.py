@@ -23,7 +23,7 @@ from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count
-from tptopk.report.plots import comparison_figure
+from tptopk.report.plots import check_figure, comparison_figure
 from tptopk.report.terminal import (
     TrainingProgress,
     comparison,
@@ -82,6 +82,8 @@ def compare(settings: Settings, methods: Sequence[str], seeds: int, plot: str | 
             file=sys.stderr,
             flush=True,
         )
+    if plot:
+        check_figure(plot)
     runs: dict[str, list[Run]] = {}
     for name in methods:
         chosen = replace(settings, method=name)

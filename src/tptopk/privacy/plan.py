@@ -131,8 +131,8 @@ class Plan:
         return phase.noise_multiplier * phase.clip_norm / self.expected_batch_size(phase)
 
     def active_coordinates(self, total: int) -> int:
-        """k = ⌊ρd⌋, exact for ratios such as .29 that binary fractions miss by a hair."""
-        return math.floor(self.active_ratio * total + 1e-9)
+        """k = ⌊ρd⌋; refused where nothing would be left."""
+        return active_of(self.active_ratio, total)
 
     def epsilon(self, *, delta: float | None = None, accountant: str | None = None) -> float:
         """ε of the whole plan: an upper bound, a pure function of the plan."""
@@ -243,6 +243,16 @@ class Plan:
             target_epsilon=epsilon if spec.private else None,
             unit=unit,
         )
+
+
+def active_of(ratio: float, total: int) -> int:
+    """k = ⌊ρd⌋, exact for ratios such as .29 that binary fractions miss by a hair; k = 0 is refused."""
+    k = math.floor(ratio * total + 1e-9)
+    if k == 0:
+        raise Refusal(
+            f"an active ratio of {ratio:g} leaves k = 0 of d = {total} coordinates; it must be at least {1 / total:.3g}"
+        )
+    return k
 
 
 def check_calibration(

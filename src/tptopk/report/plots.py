@@ -10,6 +10,7 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.supports.advice import Advice
 
 INK, MUTED, PRIVATE, OPEN = "#1f2933", "#9aa5b1", "#2a6f97", "#c2410c"
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def _pyplot() -> Any:
@@ -21,6 +22,19 @@ def _pyplot() -> Any:
     except ModuleNotFoundError as error:
         raise Refusal("figures need matplotlib: python -m pip install matplotlib") from error
     return plt
+
+
+def check_figure(path: str | Path, made: str | Path | None = None) -> None:
+    """Refuse, before long work, a figure that could not be drawn after it; `made` is a folder that the work makes."""
+    _pyplot()
+    path = Path(path)
+    if path.suffix.lower() not in SUFFIXES:
+        raise Refusal(f"the figure is {str(path)!r}; its name must end in {', '.join(SUFFIXES)}")
+    if path.is_dir():
+        raise Refusal(f"cannot write the figure {path}: it is a folder")
+    folder = path.resolve().parent
+    if not folder.is_dir() and not (made is not None and Path(made).resolve().is_relative_to(folder)):
+        raise Refusal(f"cannot write the figure {path}: there is no folder {path.parent}; make it first")
 
 
 def _plain(axes: Any, grid: str) -> None:

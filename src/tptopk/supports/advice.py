@@ -40,7 +40,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tptopk.privacy.plan import Plan
+from tptopk.privacy.plan import Plan, active_of
 from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.supports.scores import SCORES
 from tptopk.supports.warmup import PARTS, WarmUp
@@ -131,7 +131,7 @@ def advise(
     changed. `ratios` are the active ratios to look at, `RATIOS` unless given. Formal guarantees: a function of private gradients and public numbers alone, so it costs nothing.
     """
     plan = plan or warmup.plan
-    check_number("level", level, above=0.5, below=1)
+    check_level(level)
     if len(plan.phases) < 2:
         raise Refusal(f"advice is about the phase after a warm-up, and this plan of {plan.method} has one phase alone")
     if not warmup.complete or warmup.steps < FEWEST_STEPS:
@@ -140,14 +140,7 @@ def advise(
             f"least {FEWEST_STEPS}"
         )
     total = warmup.total
-    counts = []
-    for ratio in ratios if ratios is not None else [r for r in RATIOS if r * total >= 1]:
-        check_number("ratio", ratio, above=0, most=1)
-        counts.append(math.floor(ratio * total + 1e-9))
-        if counts[-1] == 0:
-            raise Refusal(
-                f"a ratio of {ratio:g} leaves k = 0 of d = {total} coordinates; give at least {1 / total:.3g}"
-            )
+    counts = looked_at(ratios, total)
     energies, scored, weighted, whole = _energies(warmup, counts)
     spread = _spread(warmup, whole)
     sure = NormalDist().inv_cdf((1 + level) / 2)
@@ -198,6 +191,19 @@ def advise(
         steps=phase.steps,
         level=level,
     )
+
+
+def check_level(level: float) -> None:
+    check_number("level", level, above=0.5, below=1)
+
+
+def looked_at(ratios: Sequence[float] | None, total: int) -> list[int]:
+    """k for each of the ratios, or for each of `RATIOS` that leaves one; refuses those that are none."""
+    if ratios is None:
+        return [active_of(ratio, total) for ratio in RATIOS if ratio * total >= 1]
+    for ratio in ratios:
+        check_number("ratio", ratio, above=0, most=1)
+    return [active_of(ratio, total) for ratio in ratios]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.oracle import refuse_oracles
-from tptopk.privacy.plan import Plan
+from tptopk.privacy.plan import Plan, active_of
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 from tptopk.supports.scores import CoordinateScores, score_named
 from tptopk.supports.selection import random_ranking, top_k
@@ -81,12 +81,7 @@ class SupportPolicy:
         for epoch, start in enumerate(starts):
             ratio = schedule(epoch / (len(starts) - 1) if len(starts) > 1 else 1.0)
             check_number("the scheduled active ratio", ratio, above=0, most=1)
-            sizes[start] = math.floor(ratio * self._everything.total + 1e-9)
-            if sizes[start] == 0:
-                raise Refusal(
-                    f"an active ratio of {ratio:g} leaves k = 0 of d = {self._everything.total} coordinates; "
-                    f"it must be at least {1 / self._everything.total:.3g}"
-                )
+            sizes[start] = active_of(ratio, self._everything.total)
         return sizes
 
     @property
