@@ -127,6 +127,14 @@ def test_a_run_says_which_source_it_is_of_or_nothing(tmp_path, monkeypatch):
     reproduce.commit.cache_clear()
 
 
+def test_all_passes_over_tables_without_the_dataset(tptopk, monkeypatch):
+    asked = []
+    monkeypatch.setattr(reproduce, "run_all", lambda wanted, *_: asked.append({r.dataset for r in wanted}))
+    status, _, error = tptopk("reproduce", "all", "--quick", "--only", "mnist")
+    assert status == 0, error
+    assert asked == [{"mnist"}, set(), set(), set(), set(), set()]
+
+
 def test_shares_cover_every_run_once():
     table = recipes.table_named("main", quick=True)
     shares = [reproduce.share_of(table, n, 4) for n in range(1, 5)]
@@ -142,6 +150,16 @@ def test_shares_cover_every_run_once():
         (["table-main", "--part", "7/6"], "part is '7/6'; it must be like 2/6"),
         (["table-main", "--quick", "--only", "mnits"], "unknown dataset 'mnits'; did you mean 'mnist'?"),
         (["table-main", "--quick", "--only", "mnist"], "tptopk data fetch mnist"),
+        (["table-main", "--quick", "--only", "mnist, fmnist"], "tptopk data fetch"),
+        (["table-context", "--quick", "--only", "mnist"], "table context has no runs on mnist; give --only cifar10"),
+        (
+            ["figure-energy", "--quick", "--only", "mnist"],
+            "table diagnostics has no runs on mnist; give --only cifar10",
+        ),
+        (["figure-pipeline", "--quick", "--only", "fmnist"], "of no run on fmnist"),
+        (["table-main", "--quick", "--device", "cudda"], "cannot use device 'cudda'"),
+        (["table-main", "--quick", "--device", "cuda:99"], "cannot use device 'cuda:99'"),
+        (["table-main", "--quick", "--results", __file__], "give --results FOLDER"),
     ],
 )
 def test_what_a_person_got_wrong_is_one_line(tptopk, words, message):

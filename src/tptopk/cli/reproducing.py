@@ -49,16 +49,22 @@ def reproduce_(
     if target != "all" and target not in TARGETS:
         raise Refusal(f"unknown table or figure {target!r}{nearest(target, [*TARGETS, 'all'])}")
     share, shares = _part(part)
+    from torch import nn
+
     from tptopk.experiments import reproduce
     from tptopk.report.reproduction import is_drawn, write
+    from tptopk.training.checks import settle_device
 
     folder = Path(results) / ("quick" if quick else "")
     path = Path(out) if out is not None else folder / "reproduction.md" if quick else Path("docs/reproduction.md")
     if not render:
+        settle_device(nn.Linear(1, 1), device)
         for name in recipes.TABLES if target == "all" else [TARGETS[target]]:
-            wanted = recipes.table_named(name, quick, only)
+            wanted = recipes.table_named(name, quick, only, of_all=target == "all")
             if target == "figure-pipeline":
                 wanted = [r for r in wanted if is_drawn(r.identity())]
+                if not wanted:
+                    raise Refusal(f"figure-pipeline is of no run on {only}; leave --only out")
             wanted = reproduce.share_of(wanted, share, shares)
             file = folder / f"{name}.jsonl"
             run = _judged_supports if name == "diagnostics" else None

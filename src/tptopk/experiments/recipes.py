@@ -216,17 +216,22 @@ TABLES: dict[str, Callable[[Make], list[Recipe]]] = {
 }
 
 
-def table_named(name: str, quick: bool = False, only: str | None = None) -> list[Recipe]:
+def table_named(name: str, quick: bool = False, only: str | None = None, *, of_all: bool = False) -> list[Recipe]:
     """The runs of a table; or, quick, those of one seed in a reduced version that two cores finish in minutes.
 
-    `only`: datasets, separated by commas; the others need not have been tuned.
+    `only`: datasets, separated by commas; the others need not have been tuned. One that the table does not have is
+    refused, unless this is one table `of_all`.
     """
     if name not in TABLES:
         raise Refusal(f"unknown table {name!r}{nearest(name, TABLES)}")
-    named = list(SETTINGS) if only is None else only.split(",")
+    named = list(SETTINGS) if only is None else [dataset.strip() for dataset in only.split(",")]
     for dataset in named:
         if dataset not in SETTINGS:
             raise Refusal(f"unknown dataset {dataset!r}{nearest(dataset, SETTINGS)}")
+    has = list(dict.fromkeys(r.dataset for r in TABLES[name](quick_recipe)))
+    for dataset in () if only is None or of_all else named:
+        if dataset not in has:
+            raise Refusal(f"table {name} has no runs on {dataset}; give --only {','.join(has)}, or leave it out")
 
     def make(dataset: str, *cell: Any, **changes: Any) -> Recipe:
         return (quick_recipe if quick or dataset not in named else recipe)(dataset, *cell, **changes)

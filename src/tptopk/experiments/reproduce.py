@@ -81,7 +81,12 @@ def run_all(
     a run that was cut short between its lines is not finished. A run that a table of the folder has under another name
     is taken from there.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refusal(
+            f"cannot keep runs in {path.parent}: {error.strerror}; give --results FOLDER, one that can be written to"
+        ) from error
     _mend_tail(path)
     commit()  # as it is now, whatever is changed while runs go on
     finished = _of_all_tables(path)
