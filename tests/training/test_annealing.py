@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -43,7 +45,7 @@ def fitted(settings, numbers, rate=0.1, **options):
 
 def test_at_a_high_temperature_every_step_stands_and_steps_that_hurt_are_taken_back_at_a_low_one():
     hot, cold = Annealing(temperature=1e9), Annealing(temperature=1e-9, noise_multiplier=0.05)
-    _, plain = fitted(None, plan(hot))
+    _, plain = fitted(None, replace(plan(hot), queries=()))
     _, stood = fitted(hot, plan(hot))
     torch.testing.assert_close(plain, stood)
     torch.manual_seed(0)
@@ -101,6 +103,13 @@ def test_what_the_plan_does_not_pay_for_is_refused():
         fitted(settings, plan(settings), resume=True, out="nowhere")
     with pytest.raises(Refusal, match="bound"):
         Annealing(bound=0.0)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_questions_that_nobody_would_ask_are_refused_before_they_are_charged(tmp_path, resume):
+    with pytest.raises(Refusal, match="nothing would ask it: give fit annealing="):
+        fitted(None, plan(Annealing()), out=tmp_path / "run", resume=resume)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_that_remembers_what_it_was_asked_is_stopped():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -145,6 +146,55 @@ def test_views_count_as_one_record_and_ordinary_training_is_exact():
     numbers = Plan.calibrate("non-private", epsilon=1.0, delta=1e-5, batch_size=50, dataset_size=RECORDS, steps=2)
     fitted(exact, numbers)
     torch.testing.assert_close(exact.mean, x.mean((0, 2, 3)), rtol=1e-4, atol=1e-5)
+
+
+def bare(model, numbers, **options):
+    """Training that is not told of the layer."""
+    return tptopk.fit(
+        model, data(), numbers, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, **options
+    )
+
+
+def test_queries_that_nobody_would_ask_are_refused_before_they_are_charged(tmp_path):
+    open_account(tmp_path / "account", 10.0, 1e-5)
+    layer = Standardize(torch.ones(3))
+    for model in (network(layer), network(nn.Identity())):
+        with pytest.raises(Refusal, match="nothing would ask them: give fit standardize=layer"):
+            bare(model, plan(layer, 40.0), account=tmp_path / "account", out=tmp_path / "run")
+    assert not read_account(tmp_path / "account").runs and not (tmp_path / "run").exists()
+
+
+def test_a_layer_that_was_never_asked_is_refused_and_one_that_was_may_be_trained_again():
+    layer = Standardize(torch.ones(3))
+    with pytest.raises(Refusal, match="a Standardize that was never asked"):
+        bare(network(layer), plan(layer, 0))
+    with pytest.raises(Refusal, match="a model has one"):
+        bare(nn.Sequential(Standardize(torch.ones(3)), network(layer)), plan(layer, 40.0), standardize=layer)
+    trained = fitted(layer, plan(layer, 40.0)).model
+    again = network(Standardize(torch.ones(3)))
+    again.load_state_dict(trained.state_dict())
+    mean = again[0].mean.clone()
+    assert bare(again, plan(layer, 0)).status == "finished" and torch.equal(again[0].mean, mean)
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_a_run_that_asked_may_be_resumed_without_its_layer_but_not_from_before_the_answers(tmp_path):
+    layer = Standardize(torch.ones(3))
+    numbers = plan(layer, 40.0)
+
+    def stop(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitted(layer, numbers, out=tmp_path / "run", on_step=stop, checkpoint_every=100)
+    model = network(Standardize(torch.ones(3)))
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    bare(model, numbers, out=tmp_path / "run", resume=True)
+    assert torch.equal(model[0].mean, layer.mean) and verify(tmp_path / "run").holds
+    for name in (tmp_path / "other").glob("checkpoint*"):
+        name.unlink()
+    with pytest.raises(Refusal, match="begin a new run"):
+        bare(network(Standardize(torch.ones(3))), numbers, out=tmp_path / "other", resume=True)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

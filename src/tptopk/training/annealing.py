@@ -116,6 +116,15 @@ class Annealer:
             parameter.copy_(value)
 
 
+def refuse_unasked(plan: Plan) -> None:
+    """Refuse a plan without annealing that pays for annealing's queries."""
+    if any(query.name == NAME for query in plan.queries):
+        raise Refusal(
+            "the plan pays for each step's change in loss, and nothing would ask it: give fit annealing=Annealing(…), or "
+            "Plan.calibrate no queries"
+        )
+
+
 def query_of(settings: Annealing, plan: Plan) -> int:
     """Which of the plan's queries is the annealing's; refused where it is not there as the settings say."""
     found = [n for n, query in enumerate(plan.queries) if query.name == NAME]

@@ -45,6 +45,11 @@ class Standardize(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x - _along(self.mean, x)) * _along(self.factor, x)
 
+    @property
+    def asked(self) -> bool:
+        """Whether it stands by the answers of its queries, of this run or of the one that its weights come from."""
+        return bool(self.mean.any()) or bool((self.factor != 1).any())
+
     def queries(self, noise_multiplier: float = 32.0) -> tuple[Phase, Phase]:
         """What the plan must hold: `Plan.calibrate(…, queries=layer.queries())`."""
         clip = math.sqrt(len(self.scale))  # the norm of a vector whose channels are all as large as their scale
@@ -106,9 +111,19 @@ class Standardize(nn.Module):
 
 
 def check_queries(
-    layer: Standardize | None, plan: Plan, model: nn.Module, records: Records, device: torch.device
+    layer: Standardize | None,
+    plan: Plan,
+    model: nn.Module,
+    records: Records,
+    device: torch.device,
+    resume: bool = False,
 ) -> None:
-    """Refuse, before anything is charged, a layer whose queries the plan does not hold or the records cannot answer."""
+    """Refuse, before anything is charged, a layer whose queries the plan does not hold or the records cannot answer.
+
+    And queries that nobody would ask, and layers that nobody asked; a resumed run's were asked when it was begun.
+    """
+    if not resume:
+        _refuse_unasked(layer, plan, model)
     if layer is None:
         return
     layer._vectors(records, torch.zeros(1, dtype=torch.long), device, layer.mean, 1)
@@ -121,6 +136,24 @@ def check_queries(
         raise Refusal("the plan does not hold the queries of standardize: give Plan.calibrate queries=layer.queries()")
     if plan.queries[:2] != tuple(found):
         raise Refusal("the queries of standardize must be the plan's first two")
+
+
+def holds_queries(plan: Plan) -> bool:
+    return any(query.name in NAMES for query in plan.queries)
+
+
+def _refuse_unasked(layer: Standardize | None, plan: Plan, model: nn.Module) -> None:
+    if layer is None and holds_queries(plan):
+        raise Refusal(
+            "the plan pays for the queries of standardize, and nothing would ask them: give fit standardize=layer, or "
+            "Plan.calibrate no queries"
+        )
+    for other in model.modules():
+        if isinstance(other, Standardize) and other is not layer and not other.asked:
+            raise Refusal(
+                "the model holds a Standardize that was never asked: give fit standardize=layer and Plan.calibrate "
+                "queries=layer.queries(), or take it out of the model (a model has one)"
+            )
 
 
 def _along(values: Tensor, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from tptopk.privacy.refusal import Refusal, check_count, nearest, refuse_unknown
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
 from tptopk.supports.support import Support
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.annealing import Annealer, Annealing, query_of
+from tptopk.training.annealing import Annealer, Annealing, query_of, refuse_unasked
 from tptopk.training.checks import check_length, check_rates, check_test_set, largest_batch, settle_device
 from tptopk.training.distributed import Team
 from tptopk.training.evaluation import evaluate
@@ -42,7 +42,7 @@ from tptopk.training.metrics import Metrics, StepRecord, metrics_of
 from tptopk.training.rows import RowRecords, Views
 from tptopk.training.run import Run, RunFolder, ledger_facts, refuse_another_schema
 from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
-from tptopk.training.standardize import Standardize, check_queries
+from tptopk.training.standardize import Standardize, check_queries, holds_queries
 from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow, resumed
 from tptopk.training.trained import TRAINED
 from tptopk.training.updates import WeightAverage, check_optimizer
@@ -154,8 +154,10 @@ def fit(
         check_precision(precision)
         if clipping not in CLIPPINGS:
             raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
-        check_queries(standardize, plan, model, records, device)
-        if annealing is not None:
+        check_queries(standardize, plan, model, records, device, resume)
+        if annealing is None:
+            refuse_unasked(plan)
+        else:
             query_of(annealing, plan)
             if team.size > 1:
                 raise Refusal("annealing asks one process's records; train it in one process")
@@ -220,7 +222,7 @@ def fit(
                     standing,
                     account=account,
                     seeded=seed is not None,
-                    from_start=standardize is None,
+                    from_start=standardize is None and not holds_queries(plan),
                     described=described,
                     generator=streams.name,
                 )
