@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
+import shutil
 import sys
 import tarfile
 import threading
@@ -175,6 +177,21 @@ def test_an_archive_is_unpacked_and_moved_into_place_whole(server, tmp_path, mon
     (tmp_path / "data" / "cifar-10-batches-py" / "test_batch").unlink()
     with pytest.raises(Refusal, match="without test_batch; delete it"):
         fetch("cifar10", tmp_path / "data")
+
+
+def test_damage_is_found_by_fetching_as_by_reading_and_both_say_the_way_out(server, tmp_path, monkeypatch):
+    make_cifar10(tmp_path / "made")
+    serve_cifar10(server, monkeypatch, archive(tmp_path / "made" / "cifar-10-batches-py"))
+    folder = fetch("cifar10", tmp_path / "data")
+    whole = (folder / "data_batch_2").read_bytes()
+    for content in (whole[: len(whole) // 2], b"", b"\x80\x02}q\x00."):
+        (folder / "data_batch_2").write_bytes(content)
+        for attempt in (fetch, load):
+            with pytest.raises(Refusal, match=f"data_batch_2 .*; delete {re.escape(str(folder))} and fetch again"):
+                attempt("cifar10", tmp_path / "data")
+    shutil.rmtree(folder)
+    fetch("cifar10", tmp_path / "data")
+    assert len(load("cifar10", tmp_path / "data")[0][1]) == 20
 
 
 def test_an_archive_that_reaches_outside_or_lacks_files_is_refused(server, tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ def test_a_truncated_gzip_is_refused_with_what_to_do(tmp_path):
     zipped = gzip.compress(WHOLE)
     for content in (zipped[:-12], zipped[:5], b"not gzip", zipped[:12] + b"\xff\xff" + zipped[14:]):
         path.write_bytes(content)
-        with pytest.raises(Refusal, match="fetch it again"):
+        with pytest.raises(Refusal, match="delete it and fetch again"):
             read_idx(path)
 
 

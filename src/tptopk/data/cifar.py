@@ -32,11 +32,19 @@ def _part(root: Path, batches: list[str], binary: bool) -> Pair:
     for path in paths:
         if not path.is_file():
             raise missing("cifar10", str(path.relative_to(root)), root)
-    read = [_binary_batch(path) if binary else _pickled_batch(path) for path in paths]
+    read = [_binary_batch(path) if binary else read_batch(path) for path in paths]
     rows = np.concatenate([rows for rows, _ in read])  # [N, 3072]
     labels = np.concatenate([labels for _, labels in read])  # [N]
     images = torch.from_numpy(rows.astype(np.float32)).div_(255).reshape(-1, 3, 32, 32)
     return images, torch.from_numpy(labels.astype(np.int64))
+
+
+def read_batch(path: Path) -> Arrays:
+    """Rows [N, 3072] and labels [N] of one batch of the Python version."""
+    try:
+        return _pickled_batch(path)
+    except Refusal as refusal:
+        raise Refusal(f"{refusal}; delete {path.parent} and fetch again") from refusal
 
 
 def _pickled_batch(path: Path) -> Arrays:

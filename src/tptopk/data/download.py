@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from tptopk.data.cifar import read_batch
 from tptopk.data.constants import BENCHMARKS, Benchmark, RemoteFile, data_folder
 from tptopk.privacy.refusal import Refusal, nearest
 
@@ -133,6 +134,8 @@ def _fetch_archive(benchmark: Benchmark, root: Path, mirror: str | None, on_prog
             raise Refusal(
                 f"{folder} is there without {absent[0]}; delete it and fetch again, or give another --data-dir"
             )
+        for name in benchmark.unpacked:
+            read_batch(folder / name)  # what training could not read is not left alone
         return
     root.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=root, prefix=f".{benchmark.folder}.", suffix=".part"))

@@ -37,10 +37,10 @@ def read_idx(path: Path) -> np.ndarray[Any, Any]:
             count = math.prod(shape)
             content = file.read(count + 1) if len(shape) == head[3] and count <= LARGEST else b""
     except (OSError, EOFError, zlib.error) as error:
-        raise Refusal(f"{path} cannot be read, it may be truncated: {error}; fetch it again") from error
+        raise Refusal(f"{path} cannot be read, it may be truncated: {error}; delete it and fetch again") from error
     if len(shape) != head[3] or len(content) != count:
         raise Refusal(
-            f"{path} is truncated or damaged: its head promises {' × '.join(map(str, shape))} bytes; fetch it again"
+            f"{path} is truncated or damaged: its head promises {' × '.join(map(str, shape))} bytes; delete it and fetch again"
         )
     return np.frombuffer(content, np.uint8).reshape(shape)
 

@@ -44,7 +44,7 @@ def read_pickled(path: Path) -> Any:
     except Refusal as refusal:
         raise Refusal(f"{path}: {refusal}") from None
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise Refusal(f"{path} is truncated or is no pickle file of plain data ({error}); fetch it again") from error
+        raise Refusal(f"{path} is truncated or is no pickle file of plain data ({error})") from error
 
 
 def _carry_out(content: bytes) -> Any:
