@@ -300,6 +300,51 @@ def test_recovery_without_a_boundary_is_certain_and_with_a_tie_unbounded():
     assert theory.recovery_failure(g, 1, 0.5, 50, theory.misranking_chebyshev) == pytest.approx(float(sum(pairs)))
 
 
+def test_a_tie_at_the_boundary_leaves_nothing_to_recover_and_either_bound_serves():
+    g = [1.0, -1.1, 0.4, 0.3]
+    each = [theory.misranking_chernoff(p, q, 0.5, 60) for p in (1.0, 1.1) for q in (0.4, 0.3)]
+    chernoff = theory.recovery_failure(g, 2, 0.5, 60, theory.misranking_chernoff)
+    assert chernoff == pytest.approx(float(sum(each))) and chernoff < theory.recovery_failure(g, 2, 0.5, 60) < 1
+    for pair in (theory.misranking_exponential, theory.misranking_chernoff):
+        assert theory.recovery_failure([2.0, 1.0, -1.0], 2, 0.5, 60, pair) == 1
+        assert theory.recovery_failure(g, 4, 0.5, 60, pair) == 0 == theory.recovery_failure(g, 0, 0.5, 60, pair)
+
+
+STATIONARY = {"gap": 1.0, "smoothness": 1.0, "learning_rate": 0.5, "steps": 10, "squared_bias": 0.1}
+STATIONARY |= {"sampling_variance": 0.1, "active": 3.0, "noise_std": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("ask", "words"),
+    [
+        (lambda: theory.recovery_failure([1, 2], 5, 1.0, 10), "active is 5, of 2 coordinates"),
+        (lambda: theory.recovery_failure([1, 2], 1, -1.0, 10), "noise_std is -1.0"),
+        (lambda: theory.recovery_failure([1, 2], 1, 1.0, 0), "steps is 0"),
+        (lambda: theory.misranking_chernoff(2.0, 1.0, 0.0, 10), "noise_std is 0.0"),
+        (lambda: theory.misranking_chernoff([2.0, 1.0], [1.0, 1.0], 1.0, 10), "1ν² and 1ν²; the first must be the"),
+        (lambda: theory.random_support_loss(1.0, 5, 3), "active is 5, of 3 coordinates"),
+        (lambda: theory.random_support_loss(1.0, 0, 0), "total is 0"),
+        (lambda: theory.energy_capture([2.0], [1.0]), "larger than those of full"),
+        (lambda: theory.energy_capture([-1.0], [1.0]), "negative"),
+        (lambda: theory.energy_capture([1.0], [1.0, 2.0]), "for the same steps"),
+        (lambda: theory.scheduled_learning_rate(1.0, 0), "steps is 0"),
+        (lambda: theory.scheduled_learning_rate(0.0, 1), "smoothness is 0"),
+        (lambda: theory.sampling_variance([1.0], 0.0), "sample_rate is 0"),
+        (lambda: theory.sampling_cumulants([1.0], 1.5), "sample_rate is 1.5"),
+        (lambda: theory.simulated_misranking(3.0, 0.0, 1.0, 5000, 10, np.random.default_rng(0)), "too rare"),
+        (lambda: theory.simulated_exponent([(3.0, 0.0)], 1.0, 5000, 10, np.random.default_rng(0)), "too rare"),
+        (lambda: theory.simulated_exponent([(1.0, 0.0)], 1.0, 0, 10, np.random.default_rng(0)), "steps is 0"),
+        *(
+            (lambda name=name: theory.projected_stationarity(**{**STATIONARY, name: -0.1}), f"{name} is -0.1")
+            for name in ("gap", "squared_bias", "sampling_variance", "active", "noise_std")
+        ),
+    ],
+)
+def test_what_no_theorem_is_about_is_refused(ask, words):
+    with pytest.raises(Refusal, match=words):
+        ask()
+
+
 # Convergence
 
 

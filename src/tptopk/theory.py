@@ -21,6 +21,7 @@ from tptopk.privacy.refusal import Refusal, check_count, check_number
 from tptopk.supports.support import Support
 
 Array = NDArray[np.float64]
+RAREST = -690.0  # log of the rarest probability that is simulated; a float ends at −708
 EXPONENT = 1 / 8  # the c of the exponential misranking bound: proven, and the largest possible
 
 
@@ -54,6 +55,10 @@ def restriction_helps(lost: float, frozen: float, noise_std: float) -> bool:
 
 def random_support_loss(energy: float, active: int, total: int) -> float:
     """(1 − ρ)‖G‖², the expected signal loss of a uniformly random support, with ρ = k/d after rounding k to a whole."""
+    check_count("total", total)
+    check_count("active", active, least=0)
+    if active > total:
+        raise Refusal(f"active is {active}, of {total} coordinates; it must be at most {total}")
     return (1 - active / total) * energy
 
 
@@ -64,6 +69,7 @@ def sampling_variance(norms: ArrayLike, sample_rate: float) -> float:
     about the mean: identical records vary too, because the size of a Poisson batch does. As ‖ḡ_i‖ ≤ C, the
     assumption always holds with τ² = C².
     """
+    check_number("sample_rate", sample_rate, above=0, most=1)
     squares = np.square(np.asarray(norms, dtype=np.float64))
     return (1 - sample_rate) * float(squares.mean()) / (sample_rate * squares.size)
 
@@ -81,6 +87,7 @@ class Cumulants(NamedTuple):
 
 def sampling_cumulants(contributions: ArrayLike, sample_rate: float) -> Cumulants:
     """Cumulants of (1/B) Σ δ_i ḡ_i over a Poisson sample, for clipped contributions ḡ of shape [N, …]."""
+    check_number("sample_rate", sample_rate, above=0, most=1)
     shares = np.asarray(contributions, dtype=np.float64)
     shares = shares / (sample_rate * len(shares))
     spread = sample_rate * (1 - sample_rate)
@@ -104,6 +111,7 @@ def score_mean(signal: ArrayLike, sampling: Cumulants | None = None) -> Array:
 
 def score_variance(signal: ArrayLike, noise_std: float, steps: int, sampling: Cumulants | None = None) -> Array:
     """Var a_p = (2(ν² + κ₂)² + 4G_p²(ν² + κ₂) + 4G_p κ₃ + κ₄) / T₁; without sampling (2ν⁴ + 4ν²G_p²)/T₁."""
+    check_count("steps", steps)
     g, (second, third, fourth) = np.asarray(signal, dtype=np.float64), sampling or Cumulants()
     spread = noise_std**2 + second
     return np.asarray((2 * spread**2 + 4 * g**2 * spread + 4 * g * third + fourth) / steps)
@@ -115,6 +123,7 @@ def misranking_chebyshev(stronger: ArrayLike, weaker: ArrayLike, noise_std: floa
     This and the other misranking bounds are of the additive model: G fixed, noise the only randomness. On Poisson
     batches scores settle on the order of G² + κ₂ instead (`score_mean`).
     """
+    check_count("steps", steps)
     spread, gap = _spread_and_gap(stronger, weaker, noise_std)
     return _bound_where(gap > 0, lambda: 4 * spread / (steps * gap**2))
 
@@ -129,14 +138,16 @@ def misranking_exponential(
     ½ log(1 − x²) + (xΔ − x²S) / (2(1 − x²)) ≥ (xΔ − x²(1 + S)) / 2, which is Δ²/(8(1 + S)) at x = Δ/(2(1 + S)).
     No larger c holds: for small Δ and many steps the scores' difference is normal with just that exponent.
     """
+    check_count("steps", steps)
     spread, gap = _spread_and_gap(stronger, weaker, noise_std)
     return _bound_where(gap > 0, lambda: np.exp(-constant * steps * gap**2 / spread))
 
 
-def misranking_chernoff(stronger: float, weaker: float, noise_std: float, steps: int) -> float:
-    """The exponential bound at its best x for this one pair: its exponent is exact as T₁ grows."""
-    u, v = (stronger / noise_std) ** 2, (weaker / noise_std) ** 2
-    return math.exp(steps * _log_moment(_best_tilt(u, v), u, v))
+def misranking_chernoff(stronger: ArrayLike, weaker: ArrayLike, noise_std: float, steps: int) -> Array:
+    """The exponential bound at its best x for each pair: its exponent is exact as T₁ grows."""
+    check_count("steps", steps)
+    u, v = _in_noise(stronger, weaker, noise_std)
+    return np.exp(steps * _log_moment(_best_tilt(u, v), u, v))
 
 
 def simulated_misranking(
@@ -147,11 +158,19 @@ def simulated_misranking(
     Σ_t g̃²_{t,p}/ν² is noncentral χ² with T₁ degrees of freedom. Draws are tilted by exp(−(x/2) Σ_t (g̃²_p − g̃²_q)/ν²)
     with Chernoff's x, under which p and q change places about every second time, and weighed back.
     """
-    u, v = (stronger / noise_std) ** 2, (weaker / noise_std) ** 2
-    x = _best_tilt(u, v)
+    check_count("steps", steps)
+    check_count("draws", draws)
+    u, v = map(float, _in_noise(stronger, weaker, noise_std))
+    x = float(_best_tilt(u, v))
+    exponent = steps * float(_log_moment(x, u, v))
+    if exponent < RAREST:
+        raise Refusal(
+            f"the probability is below exp({exponent:.0f}), too rare for a float; take fewer than {steps} steps, or signals that are "
+            "closer together"
+        )
     difference = generator.noncentral_chisquare(steps, steps * u / (1 + x), draws) / (1 + x)
     difference -= generator.noncentral_chisquare(steps, steps * v / (1 - x), draws) / (1 - x)
-    weights = np.exp(np.minimum(difference, 0) * x / 2 + steps * _log_moment(x, u, v)) * (difference < 0)
+    weights = np.exp(np.minimum(difference, 0) * x / 2 + exponent) * (difference < 0)
     return float(weights.mean()), float(weights.std() / math.sqrt(draws))
 
 
@@ -160,9 +179,12 @@ def simulated_exponent(
 ) -> float:
     """The c that simulation leaves room for: the least −log Pr[a_p < a_q] · (ν⁴ + ν²(G_p² + G_q²)) / (T₁(G_p² − G_q²)²)."""
     found = []
+    check_count("steps", steps)
     for stronger, weaker in pairs:
         spread, gap = _spread_and_gap(stronger, weaker, noise_std)
         probability, _ = simulated_misranking(stronger, weaker, noise_std, steps, draws, generator)
+        if probability == 0:
+            raise Refusal(f"in none of {draws} draws was {stronger:g} ranked below {weaker:g}; take more draws")
         found.append(-math.log(probability) * float(spread) / (steps * float(gap) ** 2))
     return min(found)
 
@@ -180,12 +202,24 @@ def recovery_failure(
     """
     strengths = np.sort(np.abs(np.asarray(signal, dtype=np.float64)).ravel())[::-1]
     check_count("active", active, least=0)
+    if active > len(strengths):
+        raise Refusal(f"active is {active}, of {len(strengths)} coordinates; it must be at most {len(strengths)}")
     outside = strengths[active:]
+    if 0 < active < len(strengths) and strengths[active - 1] ** 2 == outside[0] ** 2:
+        return 1.0
     return min(1.0, float(sum(np.sum(pair(inside, outside, noise_std, steps)) for inside in strengths[:active])))
+
+
+def _in_noise(stronger: ArrayLike, weaker: ArrayLike, noise_std: float) -> tuple[Array, Array]:
+    """G_p²/ν² and G_q²/ν²."""
+    check_number("noise_std", noise_std, above=0)
+    p, q = np.asarray(stronger, dtype=np.float64), np.asarray(weaker, dtype=np.float64)
+    return np.square(p / noise_std), np.square(q / noise_std)
 
 
 def _spread_and_gap(stronger: ArrayLike, weaker: ArrayLike, noise_std: float) -> tuple[Array, Array]:
     """ν⁴ + ν²(G_p² + G_q²), a quarter of the variance of one step's a_p − a_q, and G_p² − G_q²."""
+    check_number("noise_std", noise_std, least=0)
     p, q = np.square(np.asarray(stronger, dtype=np.float64)), np.square(np.asarray(weaker, dtype=np.float64))
     return noise_std**4 + noise_std**2 * (p + q), p - q
 
@@ -195,22 +229,22 @@ def _bound_where(applies: Array | np.bool_ | NDArray[np.bool_], bound: Callable[
         return np.where(applies, np.minimum(1.0, bound()), 1.0)
 
 
-def _log_moment(x: float, u: float, v: float) -> float:
+def _log_moment(x: Array | float, u: Array | float, v: Array | float) -> Array:
     """log E exp(−(x/2)(g̃²_p − g̃²_q)/ν²) of one step."""
-    return -0.5 * math.log1p(-x * x) - 0.5 * x * (u / (1 + x) - v / (1 - x))
+    return np.asarray(-0.5 * (np.log1p(-x) + np.log1p(x)) - 0.5 * x * (u / (1 + x) - v / (1 - x)))
 
 
-def _best_tilt(u: float, v: float) -> float:
+def _best_tilt(u: Array | float, v: Array | float) -> Array:
     """The x at which the log-moment is least: where tilting makes both squares equally large on average."""
-    if not u > v:
-        raise Refusal(f"the squared signals are {u:g}ν² and {v:g}ν²; the first must be the larger")
-    low, high = 0.0, 1.0
+    u, v = np.broadcast_arrays(u, v)
+    for p, q in zip(u[~(u > v)], v[~(u > v)], strict=True):
+        raise Refusal(f"the squared signals are {p:g}ν² and {q:g}ν²; the first must be the larger")
+    low, high = np.zeros(u.shape), np.ones(u.shape)
     for _ in range(80):
         x = (low + high) / 2
-        if x < 1 and 1 / (1 + x) + u / (1 + x) ** 2 > 1 / (1 - x) + v / (1 - x) ** 2:
-            low = x
-        else:
-            high = x
+        with np.errstate(divide="ignore", invalid="ignore"):  # x = 1 is too high
+            more = 1 / (1 + x) + u / (1 + x) ** 2 > 1 / (1 - x) + v / (1 - x) ** 2
+        low, high = np.where(more, x, low), np.where(more, high, x)
     return low
 
 
@@ -271,6 +305,14 @@ def projected_stationarity(
     check_number("smoothness", smoothness, above=0)
     check_number("learning_rate", learning_rate, above=0, most=1 / smoothness)
     check_count("steps", steps)
+    for name, value in (
+        ("gap", gap),
+        ("squared_bias", squared_bias),
+        ("sampling_variance", sampling_variance),
+        ("active", active),
+        ("noise_std", noise_std),
+    ):
+        check_number(name, value, least=0)
     curvature = smoothness * learning_rate
     return Bound(
         progress=2 * gap / (learning_rate * steps),
@@ -285,6 +327,8 @@ def scheduled_learning_rate(smoothness: float, steps: int) -> float:
 
     At a fixed ε it does not: σ₂² grows with T₂ in the end, and the noise term with √T₂.
     """
+    check_number("smoothness", smoothness, above=0)
+    check_count("steps", steps)
     return 1 / (smoothness * math.sqrt(steps))
 
 
@@ -294,8 +338,13 @@ def energy_capture(projected: ArrayLike, full: ArrayLike) -> float:
     A ratio of sums: steps with large gradients count for more. Both must be of the true gradient; private scores
     that also chose the support overstate α_T (`score_mean`).
     """
-    energy = float(np.sum(np.asarray(full, dtype=np.float64)))
-    return float(np.sum(np.asarray(projected, dtype=np.float64))) / energy if energy else 1.0
+    kept, whole = np.asarray(projected, dtype=np.float64), np.asarray(full, dtype=np.float64)
+    if kept.shape != whole.shape:
+        raise Refusal(f"projected has shape {kept.shape} and full {whole.shape}; give both for the same steps")
+    if bool((kept < 0).any()) or bool((kept > whole * (1 + 1e-9)).any()):  # but for what rounding adds
+        raise Refusal("projected holds energies that are negative or larger than those of full; it is a part of them")
+    energy = float(whole.sum())
+    return float(np.minimum(1.0, kept.sum() / energy)) if energy else 1.0
 
 
 def captures_more_than_random(capture: float, active_ratio: float) -> bool:
