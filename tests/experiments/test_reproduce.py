@@ -208,6 +208,11 @@ def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk,
     assert status == 0 and (tmp_path / "results/quick/pipeline.png").stat().st_size > 10_000, error
     status, _, error = tptopk("reproduce", "figure-energy", "--quick")
     assert status == 0 and (tmp_path / "results/quick/energy.png").stat().st_size > 10_000, error
+    judged = reproduce.read_results(tmp_path / "results/quick/diagnostics.jsonl")
+    for run in (*runs, *judged):  # every line says what it cost and what it ran on
+        assert reproduce.Plan.from_dict(run["plan"]).epsilon() == run["epsilon"] <= run["epsilon_rdp"]
+        assert abs(run["epsilon_second_opinion"] - 3) < 0.02 and run["device"] == "cpu" and run["versions"]
+        assert {"commit", "recipe"} <= set(run)
     document = (tmp_path / "results/quick/reproduction.md").read_text()
     assert "![Energy" in document and "(pipeline.png)" in document and "6 of 15 runs" in document
 

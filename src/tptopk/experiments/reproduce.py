@@ -149,20 +149,28 @@ def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:
         "seed": r.seed,
         "variant": r.variant,
         **measures(run.model, *measured),
-        "epsilon": run.epsilon if plan.spec.private else None,
-        "epsilon_rdp": plan.epsilon(accountant="rdp") if plan.spec.private else None,
-        "epsilon_second_opinion": _second(run) if plan.spec.private else None,
         **({"advice": _advice(warmup)} if warmup else {}),
         "active": run.support.size,
         "coordinates": run.support.total,
         "seconds": round(seconds, 2),
-        "plan": plan.to_dict(),
+        **provenance(r, run, device),
+    }
+    return result
+
+
+def provenance(r: Recipe, run: Run, device: str) -> dict[str, Any]:
+    """What every line of results says of its run: what it cost by each accountant, its plan and recipe, and what it ran on."""
+    private = run.plan.spec.private
+    return {
+        "epsilon": run.epsilon if private else None,
+        "epsilon_rdp": run.plan.epsilon(accountant="rdp") if private else None,
+        "epsilon_second_opinion": _second(run) if private else None,
+        "plan": run.plan.to_dict(),
         "recipe": r.identity(),
-        "device": torch.cuda.get_device_name() if torch.device(device).type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
         "versions": versions(),
         "commit": commit(),
     }
-    return result
 
 
 def network_for(r: Recipe, x: Tensor, scale: Tensor) -> nn.Sequential:

@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from tptopk.diagnostics import composition, energy_concentration, oracle_capture, proxy_signal, true_gradient
 from tptopk.experiments.features import features
 from tptopk.experiments.recipes import Recipe
-from tptopk.experiments.reproduce import commit, held_out, measures, network_for, plan_for, train_one
+from tptopk.experiments.reproduce import held_out, measures, network_for, plan_for, provenance, train_one
 from tptopk.privacy.gradient import PrivateGradient
-from tptopk.privacy.ledger import versions
 from tptopk.privacy.plan import Plan
 from tptopk.supports.scores import SCORES, score_named
 from tptopk.supports.selection import top_k
@@ -82,9 +81,7 @@ def run_quality(r: Recipe, data_dir: str | None, device: str) -> list[dict[str, 
                 "composition": [asdict(layer) for layer in composition(support)],
                 "held_out_accuracy": measures(run.model, *kept)["accuracy"],
                 "seconds": seconds,
-                "recipe": r.identity(),
-                "versions": versions(),
-                "commit": commit(),
+                **provenance(r, run, device),
             }
         )
     return rows
