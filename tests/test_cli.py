@@ -295,6 +295,22 @@ def test_benchmarks_tables_and_folders_are_named_like_files(tptopk, own, monkeyp
     assert plan["dataset_size"] == 50_000, "a published size needs no declaring, and planning no data"
 
 
+@pytest.mark.parametrize(
+    ("empty", "words"),
+    [("pictures/cat", "class folder pictures/cat holds no images"), (None, "one class folder alone")],
+)
+def test_checking_a_folder_finds_classes_that_nothing_can_be_learnt_of(tptopk, tmp_path, empty, words):
+    for number in range(3):
+        make_image(tmp_path / "pictures" / "ant" / f"{number}.png")
+    if empty:
+        (tmp_path / empty).mkdir()
+    done = tptopk("data", "check", "pictures", cwd=tmp_path, check=False)
+    assert done.returncode == 1 and words in done.stdout and "nothing to report" not in done.stdout
+    for name in ("cat", "dog"):
+        make_image(tmp_path / "pictures" / name / "0.png")
+    assert "nothing to report" in tptopk("data", "check", "pictures", cwd=tmp_path).stdout
+
+
 def test_checking_data_is_the_operators_own_step(tptopk, own):
     assert "nothing to report" in tptopk("data", "check", cwd=own).stdout
     x, y = np.zeros((4, 2), np.float32), np.array([0, 1, 7, -1])

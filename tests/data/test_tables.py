@@ -70,7 +70,7 @@ def test_a_record_is_read_the_same_whatever_the_others_are(table):
         (HEAD + "1,1,1,f\n", "line 2: 4 values, but there are 5 columns"),
         (HEAD + "1,1,1,f,no,more\n", "line 2: 6 values"),
         (HEAD, "holds no records"),
-        ("", "has no column 'age'"),
+        ("", "does not begin with the names"),
         ("id,Age,dose,sex,ill\n1,1,1,f,no\n", "has no column 'age'; did you mean 'Age'"),
         ("age,age,dose,sex,ill\n1,1,1,f,no\n", "more than one column 'age'"),
         (HEAD + '1,1,1,"f,no\n', "not a CSV file"),
@@ -100,6 +100,12 @@ def test_a_misspelt_table_gets_the_nearest_name(tmp_path, table):
 def test_other_separators_are_named(table, mark, word):
     with pytest.raises(Refusal, match=f"separated by {word}; save it with commas"):
         read_table(table((HEAD + ROWS).replace(",", mark)), **WORDS)
+
+
+@pytest.mark.parametrize("content", ["", "\n", "\n" + HEAD + ROWS, " , ,\n"])
+def test_a_table_without_column_names_is_refused_with_those_expected(table, content):
+    with pytest.raises(Refusal, match=r"table.csv does not begin with the names of its columns; expected .*ill"):
+        read_table(table(content), **WORDS)
 
 
 def test_latin_1_is_refused_with_how_to_save_it_and_without_a_place(tmp_path):

@@ -41,7 +41,7 @@ def check(
     Labels out of range, inputs that are not finite, constant columns.
     """
     from tptopk.data.files import findings
-    from tptopk.data.sources import read_schema_for, read_source
+    from tptopk.data.sources import read_schema_for, read_source, source_findings
 
     source = path or "digits"
     with image_progress() as on_image:
@@ -65,7 +65,7 @@ def check(
         print(
             f"{name}: {len(pair[1])} records, inputs {tuple(pair[0].shape[1:])} {pair[0].dtype}, targets {pair[1].dtype}{labels}"
         )
-        lines = findings(pair, classes, columns)
+        lines = (source_findings(source) if name == "training" else []) + findings(pair, classes, columns)
         found |= bool(lines)
         for line in lines or ["nothing to report"]:
             print(f"  {line}")

@@ -50,6 +50,17 @@ def read_folder(
     return training, _read_part(root / "test", classes, size, mode, shape, on_image)
 
 
+def folder_findings(root: str | Path) -> list[str]:
+    """Class folders that leave nothing to learn: an empty one, or only one."""
+    root = Path(root)
+    root = root / "train" if (root / "train").is_dir() else root
+    classes = class_names(root)
+    found = [f"the class folder {root / name} holds no images" for name in classes if not _image_files(root / name)]
+    if len(classes) == 1:
+        found.append(f"there is one class folder alone, {root / classes[0]}; expected one a class")
+    return found
+
+
 def class_names(folder: Path) -> list[str]:
     """The sorted names of the class folders."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))

@@ -96,6 +96,11 @@ def read_source_inputs(
     return (training if test is None else test)[0]
 
 
+def source_findings(source: str) -> list[str]:
+    """What is strange of the source itself, beside its records."""
+    return images.folder_findings(source) if _kind(source, None, None, "RGB") == "folder" else []
+
+
 def read_schema_for(source: str, schema: str | None) -> tables.Schema | None:
     """The schema of a table; None for anything else."""
     return _schema(Path(source), schema) if is_table(source) else None

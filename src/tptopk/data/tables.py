@@ -289,6 +289,10 @@ def existing(path: str | Path) -> Path:
 
 
 def _require(names: list[str], there: Sequence[str], path: Path) -> None:
+    if not any(there):
+        raise Refusal(
+            f"{path} does not begin with the names of its columns; expected {', '.join(names)} in its first line"
+        )
     for name in names:
         if name not in there and len(there) == 1 and (found := [c for c in ";\t|" if c in there[0]]):
             what = {";": "semicolons", "\t": "tabs", "|": "bars"}[found[0]]

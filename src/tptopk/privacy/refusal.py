@@ -34,8 +34,10 @@ class SlowCalibration(PrivacyWarning):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'tp-topk'?``, or the list of choices when nothing is near."""
-    choices = list(choices)
+    """A hint such as ``; did you mean 'tp-topk'?``, or the list of choices when nothing is near; nothing when there are none."""
+    choices = [choice for choice in choices if choice]
+    if not choices:
+        return ""
     close = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     close = close or [choice for choice in choices if len(word) > 2 and word in choice]
     return f"; did you mean {close[0]!r}?" if close else f"; it is one of: {', '.join(sorted(choices))}"
