@@ -41,6 +41,34 @@ def test_a_bad_record_contributes_zero(engine, bad, density, name):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_bad_record_is_no_error_of_a_loss_that_checks_its_input(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid(), nn.Flatten(0))
+    x, y = torch.randn(6, 4), torch.rand(6).round()
+    x[2, 1] = float("nan")
+    others = torch.tensor([0, 1, 3, 4, 5])
+    total, good = (
+        flat(clipped_sum(model, F.binary_cross_entropy, (x[i], y[i]), Support.full(model), 0.1, engine=engine))
+        for i in (torch.arange(6), others)
+    )
+    torch.testing.assert_close(total, good)
+
+
+def test_a_class_that_is_ruled_out_is_no_bad_record():
+    """A score of −∞ is a number that a loss may be given."""
+    torch.manual_seed(0)
+
+    class Masked(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).index_fill(1, torch.tensor([2]), -torch.inf)
+
+    total = clipped_sum(
+        Masked(4, 3), F.cross_entropy, (torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1])), Support.full(Masked(4, 3)), 0.1, engine="reference"
+    )  # fmt: skip
+    assert total.flat.any()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_bad_inactive_coordinate_does_not_matter(engine):
     """One input feature is NaN for one example; with its column inactive the example counts in full."""
     torch.manual_seed(0)

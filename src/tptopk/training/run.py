@@ -22,8 +22,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tptopk.privacy import accounting
 from tptopk.privacy.gradient import PrivateGradient
-from tptopk.privacy.ledger import Ledger, versions
+from tptopk.privacy.ledger import Ledger, segments_of, versions
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
@@ -249,7 +250,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
     """Read a run folder back, its weights into `model`.
 
     Without a model, one of the library's own networks is built if the run names it. A network of somebody else's is
-    never built because a file says so: give it.
+    never built because a file says so: give it. What the run cost is read from its ledger, whatever else its files say.
     """
     folder = run_folder(path)
     try:
@@ -270,8 +271,15 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
             StepRecord(**json.loads(line))
             for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         ]
-        epsilon = summary["epsilon"] if plan.spec.private else float("inf")
         facts = Facts(**summary["facts"])
+        epsilon = float("inf")
+        if plan.spec.private:
+            record = read_ledger(folder / "ledger.jsonl")
+            epsilon = accounting.epsilon(
+                segments_of(record.plan, record.charged, record.queries), plan.delta, plan.accountant
+            )
+            charged = [record.charged[phase] for phase in range(len(record.plan.phases))]
+            facts = replace(facts, epsilon=epsilon, charged_steps=charged)
         run = Run(
             nn.Identity() if model is None else model,
             plan,
