@@ -60,6 +60,12 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def with_samples(monkeypatch, optimizer, *samples: list[int]) -> None:
-    left = list(samples)
+    left, found = list(samples), {}
     steps, drawn = optimizer._private_steps, optimizer._private_steps.sample
-    monkeypatch.setattr(steps, "sample", lambda: torch.tensor(left.pop(0), dtype=torch.long) if left else drawn())
+
+    def sample(place: int) -> torch.Tensor:
+        if place not in found:
+            found[place] = torch.tensor(left.pop(0), dtype=torch.long) if left else drawn(place)
+        return found[place]
+
+    monkeypatch.setattr(steps, "sample", sample)

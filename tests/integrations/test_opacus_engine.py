@@ -82,12 +82,12 @@ def test_samples_are_poisson(monkeypatch):
     """Inclusions of each record over 600 draws are binomial: χ² over 120 records, a false alarm once in 1e6 runs."""
     loader = DataLoader([torch.tensor([i]) for i in range(N)], batch_size=BATCH, shuffle=True)
     _, model, _, loader = private(model=nn.Sequential(nn.Linear(1, 2)), loader=loader)
-    model.eval()
     counts, sizes = np.zeros(N), []
-    for _ in range(100):
-        for x in loader:
-            counts[x[:, 0].numpy()] += 1
-            sizes.append(len(x))
+    with pytest.warns(PrivacyWarning, match="charged all the same"):
+        for _ in range(100):
+            for x in loader:
+                counts[x[:, 0].numpy()] += 1
+                sizes.append(len(x))
     q, draws = BATCH / N, 100 * N // BATCH
     statistic = ((counts - q * draws) ** 2 / (draws * q * (1 - q))).sum()
     assert chi2.sf(statistic, N) > 1e-6
@@ -248,6 +248,72 @@ def test_looking_at_a_batch_before_training_is_free():
         for x, _ in loader:
             model(x)
     assert len(engine.accountant) == N // BATCH
+
+
+def test_a_loop_cannot_choose_its_samples_by_what_is_in_them():
+    """Record 0 would be in every step; by chance it is in all of 20 samples once in 6^20 runs."""
+    data = records()
+    data.tensors[0][0] = 100.0
+    engine, model, optimizer, loader = private(loader=DataLoader(data, batch_size=BATCH))
+    taken = refused = 0
+    while taken < 20 and refused < 50:
+        for x, y in loader:
+            if not bool((x > 50).any()):
+                refused += 1
+                break  # it would like another one
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            taken += 1
+    assert taken < 20 and refused == 50 and len(engine.accountant) == taken
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sample_that_was_looked_at_comes_again_until_it_is_used(workers):
+    engine, model, optimizer, loader = private(
+        loader=DataLoader(records(), batch_size=BATCH, num_workers=workers, persistent_workers=workers > 0)
+    )
+    x, _ = next(iter(loader))
+    with torch.no_grad():
+        model(x)
+    parts = BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer)
+    with parts as physical:
+        assert torch.equal(next(iter(physical))[0], x[: len(x) // math.ceil(len(x) / 4)])
+    assert torch.equal(next(iter(loader))[0], x) and len(engine.accountant) == 0
+    train(model, optimizer, loader, steps=1)
+    again, _ = next(iter(loader))
+    assert not torch.equal(again, x) and len(engine.accountant) == 1
+    model(again)  # used in training, and not stepped on
+    with pytest.warns(PrivacyWarning, match="charged all the same"):
+        fresh, _ = next(iter(loader))
+    assert not torch.equal(fresh, again) and len(engine.accountant) == 2
+
+
+def test_a_checkpoint_brings_no_fresh_sample(tmp_path):
+    engine, model, optimizer, loader = private()
+    train(model, optimizer, loader, steps=1)
+    engine.save_checkpoint(path=tmp_path, module=model)
+    x, _ = next(iter(loader))
+    for _ in range(2):
+        engine.load_checkpoint(path=tmp_path, module=model)
+        assert torch.equal(next(iter(loader))[0], x)
+    assert len(engine.accountant) == 1
+
+
+def test_samples_passed_over_in_evaluation_mode_are_charged_once_a_later_one_is_trained_on():
+    engine, model, optimizer, loader = private()
+    model.eval()
+    seen = [x for x, _ in loader]
+    for n, (x, y) in enumerate(loader):
+        assert torch.equal(x, seen[n]) and len(engine.accountant) == 0
+        if n == 3:
+            model.train()
+            with pytest.warns(PrivacyWarning, match="charged all the same"):
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            break
+    assert len(engine.accountant) == 4
+    assert torch.equal(next(iter(loader))[0], seen[4])
 
 
 def test_a_step_needs_a_batch_and_a_backward_pass():

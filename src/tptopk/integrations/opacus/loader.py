@@ -23,6 +23,7 @@ from tptopk.training.sampling import Records
 class Part(NamedTuple):
     """A physical batch: all of a Poisson sample, or a part of it."""
 
+    sample: int  # place of the Poisson sample in the run's sequence of samples
     size: int  # records in it
     whole: int  # records in the sample
     first: bool
@@ -35,8 +36,12 @@ class Draws(Protocol):
     sample_rate: float
     dataset_size: int
 
-    def sample(self) -> Tensor:
-        """The records of a fresh Poisson sample."""
+    @property
+    def unused(self) -> int:
+        """Place of the first sample that no charge has been made for."""
+
+    def sample(self, place: int) -> Tensor:
+        """The records of the Poisson sample at this place of the sequence, the same whenever it is asked for."""
 
     def dice(self, purpose: str, *place: int) -> AbstractContextManager[None]:
         """While it is open, what anybody draws from a global generator comes from the run's secret."""
@@ -121,12 +126,13 @@ class _Parts(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.queue.clear()
-        for _ in range(self._steps):
-            sample = self._draws.sample().tolist()
+        first = self._draws.unused
+        for place in range(first, first + self._steps):
+            sample = self._draws.sample(place).tolist()
             parts = max(1, math.ceil(len(sample) / (self._most or max(1, len(sample)))))
             for n in range(parts):
                 chosen = sample[n * len(sample) // parts : (n + 1) * len(sample) // parts]
-                self.queue.append(Part(len(chosen), len(sample), n == 0, n == parts - 1))
+                self.queue.append(Part(place, len(chosen), len(sample), n == 0, n == parts - 1))
                 yield chosen
 
 
@@ -142,10 +148,11 @@ def by_secret_dice(batches: Iterator[Batch], dice: Callable[[int], AbstractConte
 
 
 class PoissonLoader(DataLoader[Any]):
-    """A DataLoader whose every batch is a fresh Poisson sample of the whole dataset, and may be empty.
+    """A DataLoader whose every batch is a Poisson sample of the whole dataset, and may be empty.
 
-    Formal guarantees: each record is in a batch with probability `sample_rate`, independently of all else. The samples
-    come from the run's own secret, whatever seed torch has.
+    Formal guarantees: each record is in a sample with probability `sample_rate`, independently of all else. The samples
+    come from the run's own secret, whatever seed torch has, and form one sequence. A pass begins with the first that was
+    neither stepped on nor charged: no loop gets a fresh sample in place of one that it looked at.
     """
 
     def __init__(

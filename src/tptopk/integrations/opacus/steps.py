@@ -14,7 +14,8 @@ runs backward twice over one forward pass       refused: add the losses up
 runs forward and backward twice on a batch      the gradients of each record add up and are clipped as one
 goes on to the next batch without a step        in training mode, charged all the same; an empty batch makes its noisy step
 leaves out a part of a virtual batch            refused at the next step; the batch is charged
-looks at a batch alone, begins a new pass       free: the module was not run on it
+looks at a batch alone, begins a new pass       free: the new pass begins with the same sample again
+goes past batches in evaluation mode            free, and the next pass begins with them; charged if it trains on a later one
 runs the module in evaluation mode or no_grad   not recorded
 ==============================================  =================================================================
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import secrets
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -151,15 +153,19 @@ class PrivateSteps:
         self.sample_rate, self.dataset_size = plan.phases[0].sample_rate, plan.dataset_size
         self.device = next(module.parameters()).device
         self.run = secrets.token_hex(8)
+        self._used_before, self._charged_before = 0, Counter[int]()  # when this ledger was begun
         self._parameters = trainable(module)
         self._clipping, self._mean, self._secure = clipping, loss_reduction == "mean", secure
         self._scale = plan.expected_batch_size(plan.phases[0]) / divisor
         self._drawn: Drawn | None = None
-        self._depth, self._passes, self._samples, self._forwards = 0, 0, 0, 0
+        self._depth, self._passes, self._forwards = 0, 0, 0
         self._thrown = ExitStack()  # the dice of the forward pass that is going on
         self._probed = self._said = False
         self.policy = SupportPolicy(plan, Support.full(module), lambda n: self._streams.numpy("support", n))
         self._renew()
+        self._sampler = PoissonSampler(
+            self.dataset_size, self._streams
+        )  # for good: loading a checkpoint redraws nothing
         module.register_forward_pre_hook(Door(module, self._enter), with_kwargs=True, prepend=True)
         module.register_forward_hook(Door(module, self._leave), always_call=True)
         self._unseen: dict[str, Tensor] | None = {}  # whole gradients of the first batch, until they have been compared
@@ -167,9 +173,8 @@ class PrivateSteps:
             p.register_post_accumulate_grad_hook(self._taker(name))  # type: ignore[no-untyped-call]
 
     def _renew(self) -> None:
-        """Fresh randomness: no noise or sample of before is ever drawn again."""
+        """Fresh randomness: no noise of before is ever drawn again."""
         self._streams = Streams(run=self.run, secure=self._secure)
-        self._sampler = PoissonSampler(self.dataset_size, self._streams)
         self._mechanism = Mechanism(self.module, _no_loss, self.plan, self.ledger, self._streams)
         self._updater = Updater(self.module, self.optimizer)
 
@@ -179,14 +184,19 @@ class PrivateSteps:
 
     # The loader's side.
 
-    def sample(self) -> Tensor:
-        self._samples += 1
-        return self._sampler.sample(0, self._samples, self.sample_rate)
+    @property
+    def unused(self) -> int:
+        """Place of the first sample not charged for: every charge of this process uses up one, and nothing else does."""
+        return self._used_before + (self.ledger.charged - self._charged_before).total()
+
+    def sample(self, place: int) -> Tensor:
+        return self._sampler.sample(0, place, self.sample_rate)
 
     def dice(self, purpose: str, *place: int) -> AbstractContextManager[None]:
         return self._streams.dice(self.device, purpose, *place)
 
     def begin_pass(self) -> int:
+        self.settle()
         self._passes += 1
         return self._passes
 
@@ -196,7 +206,7 @@ class PrivateSteps:
         self._depth = 0  # an interrupt may have left a forward pass without its end
         self._thrown.close()
         if part.first:
-            self.settle(passed_over=self._drawn is not None and self._drawn.number == number)
+            self.settle(passed_over=True)
             self._drawn = Drawn(part, number, self.next_step)
         elif self._drawn is not None:
             self._close_recording()
@@ -212,22 +222,35 @@ class PrivateSteps:
         drawn = self._drawn
         self._close_recording()
         self._drawn = None
-        if drawn is None or (drawn.stepped and drawn.part.last) or drawn.step is None or self.ledger.steps_allowed < 1:
+        if drawn is None or (drawn.stepped and drawn.part.last):
             return
         if not (drawn.ran or (passed_over and self.module.training)):
+            return
+        self._forgo(drawn)
+        if drawn.step is None or self.ledger.steps_allowed < 1:
             return
         support = self.policy.support(*drawn.step)
         if drawn.part.whole == 0:
             self._release(None, support, *drawn.step)
             return
         self.ledger.charge(*drawn.step, support.size)
+        self._say_charged(stacklevel=5)
+
+    def _forgo(self, drawn: Drawn) -> None:
+        """Charge the samples that the loop went past in evaluation mode, now that it trains on a later one instead."""
+        while self.unused < drawn.part.sample and self.next_step is not None and self.ledger.steps_allowed > 0:
+            self.ledger.charge(*self.next_step, self.policy.support(*self.next_step).size)
+            self._say_charged(stacklevel=3)
+        drawn.step = self.next_step
+
+    def _say_charged(self, stacklevel: int) -> None:
         if not self._said:
             self._said = True
             warnings.warn(
                 "a batch was drawn for training and optimizer.step() was not called on it: it is charged all the same, because "
                 "leaving it out may depend on its records",
                 PrivacyWarning,
-                stacklevel=4,
+                stacklevel=stacklevel,
             )
 
     # The module's side.
@@ -242,6 +265,7 @@ class PrivateSteps:
             probe(self.module, args, kwargs, drawn.part.size, self.sample_rate, self.dataset_size)
             self._probed = True
         drawn.ran = True
+        self._forgo(drawn)
         if drawn.part.size:
             if drawn.recording is None:
                 scale = float(drawn.part.size) if self._mean else 1.0
@@ -317,6 +341,8 @@ class PrivateSteps:
                 "there is no batch to step on: every step takes a batch of its own, drawn from the loader that make_private "
                 "returned. Nothing was charged"
             )
+        if drawn.part.whole == 0:  # the module need not have been run
+            self._forgo(drawn)
         if drawn.step is None or self.ledger.steps_allowed < 1:
             raise BudgetSpent(
                 f"the {sum(self.ledger.charged.values())} steps charged are all that the plan pays for; plan more epochs. "
@@ -383,7 +409,9 @@ class PrivateSteps:
             raise Refusal("the checkpoint holds more steps than were charged")
         self._close_recording()
         self._drawn, self.run = None, run
+        self._used_before = self.unused
         self.ledger = Ledger.carried_on(self.plan, taken, lost)
+        self._charged_before = self.ledger.charged
         self._renew()
 
 
