@@ -81,7 +81,7 @@ def test_the_step_is_the_mechanisms():
 def test_samples_are_poisson(monkeypatch):
     """Inclusions of each record over 600 draws are binomial: χ² over 120 records, a false alarm once in 1e6 runs."""
     loader = DataLoader([torch.tensor([i]) for i in range(N)], batch_size=BATCH, shuffle=True)
-    _, model, _, loader = private(model=nn.Sequential(nn.Linear(1, 2)), loader=loader)
+    _, _, _, loader = private(model=nn.Sequential(nn.Linear(1, 2)), loader=loader)
     counts, sizes = np.zeros(N), []
     with pytest.warns(PrivacyWarning, match="charged all the same"):
         for _ in range(100):
@@ -616,6 +616,41 @@ def test_another_trainings_charges_are_added(tmp_path):
     train(other, its, fresh, steps=2)
     second.load_checkpoint(path=tmp_path, module=other)
     assert len(second.accountant) == 6 + 2
+
+
+def test_charges_of_processes_that_load_each_others_checkpoints_are_all_counted_and_once(tmp_path):
+    a, model, optimizer, loader = private()
+    b, other, its, fresh = private()
+    train(model, optimizer, loader, steps=2)
+    a.save_checkpoint(path=tmp_path / "A", module=model)
+    train(model, optimizer, loader, steps=4)
+    b.load_checkpoint(path=tmp_path / "A", module=other)
+    train(other, its, fresh, steps=5)
+    b.save_checkpoint(path=tmp_path / "B", module=other)
+    a.load_checkpoint(path=tmp_path / "B", module=model)
+    assert len(b.accountant) == 2 + 5 and len(a.accountant) == 2 + 4 + 5
+    train(model, optimizer, loader, steps=1)
+    for _ in range(2):  # whatever it loads, and however often
+        for path in ("A", "B"):
+            a.load_checkpoint(path=tmp_path / path, module=model)
+            assert len(a.accountant) == 2 + 4 + 5 + 1
+    a.save_checkpoint(path=tmp_path / "C", module=model)
+    b.load_checkpoint(path=tmp_path / "C", module=other)
+    assert len(b.accountant) == 2 + 4 + 5 + 1
+
+
+def test_a_checkpoint_of_before_charges_were_kept_apart_is_added_to_what_is_known(tmp_path):
+    engine, model, optimizer, loader = private()
+    train(model, optimizer, loader, steps=2)
+    engine.save_checkpoint(path=tmp_path, module=model)
+    found = load_checkpoint(tmp_path)
+    counts = {"run": found.values["counts"]["run"], "taken": {"0": 2}, "charged": {"0": 3}}
+    save_checkpoint(tmp_path, found.tensors, {**found.values, "counts": counts})
+    other, another, _, _ = private()
+    other.load_checkpoint(path=tmp_path, module=another)
+    assert len(other.accountant) == 3
+    engine.load_checkpoint(path=tmp_path, module=model)
+    assert len(engine.accountant) == 2 + 3
 
 
 def test_a_statement_after_a_checkpoint_says_what_is_not_counted(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,7 +56,7 @@ def load(path: object, steps: PrivateSteps, *, optimizer: bool) -> dict[str, Any
     try:
         plan, counts, groups = Plan.from_dict(found.values["plan"]), found.values["counts"], found.values["optimizer"]
         run, yours = str(counts["run"]), dict(found.values["yours"])
-        taken, charged = ({int(i): int(n) for i, n in counts[key].items()} for key in ("taken", "charged"))
+        taken, charges = _by_phase(counts["taken"]), {str(who): _by_phase(n) for who, n in _charges(counts).items()}
         begun = [read_time({"line": n, "time": time}) for n, time in enumerate(found.values.get("begun", [None]))]
         if plan != steps.plan:
             difference = _difference(plan, steps.plan)
@@ -69,7 +70,7 @@ def load(path: object, steps: PrivateSteps, *, optimizer: bool) -> dict[str, Any
         steps.settle()
         generator = weaker(found.values.get("generator"), steps.ledger.generator or steps._streams.name)
         begun = max(begun, steps.ledger.begun, key=len)  # this process may have gone back to a checkpoint before
-        steps.stand_at(run, taken, charged)
+        steps.stand_at(run, taken, charges)
         steps.ledger.follows(begun, generator)
         load_weights(steps.module, found.part("model"))
         if optimizer:
@@ -82,6 +83,15 @@ def load(path: object, steps: PrivateSteps, *, optimizer: bool) -> dict[str, Any
     finally:
         steps.module.train(training)
     return yours
+
+
+def _charges(counts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Who charged what. Checkpoints of before this was kept say the sum alone: it is added to all that is known."""
+    return counts["charges"] if "charges" in counts else {secrets.token_hex(16): counts["charged"]}
+
+
+def _by_phase(counts: Mapping[str, int]) -> dict[int, int]:
+    return {int(phase): int(count) for phase, count in counts.items()}
 
 
 def _folder(path: object) -> Path:

@@ -153,7 +153,8 @@ class PrivateSteps:
         self.sample_rate, self.dataset_size = plan.phases[0].sample_rate, plan.dataset_size
         self.device = next(module.parameters()).device
         self.run = secrets.token_hex(8)
-        self._used_before, self._charged_before = 0, Counter[int]()  # when this ledger was begun
+        self._used_before, self._charged_elsewhere = 0, dict[str, Counter[int]]()
+        self._id = secrets.token_hex(16)  # of what is charged between this and the next checkpoint loaded
         self._parameters = trainable(module)
         self._clipping, self._mean, self._secure = clipping, loss_reduction == "mean", secure
         self._scale = plan.expected_batch_size(plan.phases[0]) / divisor
@@ -187,7 +188,7 @@ class PrivateSteps:
     @property
     def unused(self) -> int:
         """Place of the first sample not charged for: every charge of this process uses up one, and nothing else does."""
-        return self._used_before + (self.ledger.charged - self._charged_before).total()
+        return self._used_before + self._charges()[self._id].total()
 
     def sample(self, place: int) -> Tensor:
         return self._sampler.sample(0, place, self.sample_rate)
@@ -394,24 +395,33 @@ class PrivateSteps:
 
     # Where a checkpoint was.
 
-    def counts(self) -> Mapping[str, Any]:
-        return {"run": self.run, "taken": dict(self.ledger.steps), "charged": dict(self.ledger.charged)}
+    def _charges(self) -> dict[str, Counter[int]]:
+        """Who charged → phase index → steps; who charged is a process, from one checkpoint that it loaded to the next."""
+        elsewhere = sum(self._charged_elsewhere.values(), Counter[int]())
+        return {**self._charged_elsewhere, self._id: self.ledger.charged - elsewhere}
 
-    def stand_at(self, run: str, taken: Mapping[int, int], charged: Mapping[int, int]) -> None:
-        """Go on from a checkpoint's counts. What this process has charged besides stays charged, as lost steps."""
-        here = self.ledger.charged
-        lost = {}
-        for phase in range(len(self.plan.phases)):
-            then = charged.get(phase, 0)
-            total = max(then, here[phase]) if run == self.run else then + here[phase]
-            lost[phase] = total - taken.get(phase, 0)
+    def counts(self) -> Mapping[str, Any]:
+        charges = {who: dict(steps) for who, steps in self._charges().items()}
+        return {"run": self.run, "taken": dict(self.ledger.steps), "charges": charges}
+
+    def stand_at(self, run: str, taken: Mapping[int, int], charges: Mapping[str, Mapping[int, int]]) -> None:
+        """Go on from a checkpoint's counts. What has been charged besides stays charged, as lost steps.
+
+        Formal guarantees: a step that this process or the checkpoint knows of is counted, and counted once, in whatever
+        order processes load each other's checkpoints. Of one who charged the larger count is right, for it only grows.
+        """
+        known = self._charges()
+        for who, steps in charges.items():
+            known[who] = known.get(who, Counter[int]()) | Counter(steps)
+        total = sum(known.values(), Counter[int]())
+        lost = {phase: total[phase] - taken.get(phase, 0) for phase in range(len(self.plan.phases))}
         if any(count < 0 for count in lost.values()):
             raise Refusal("the checkpoint holds more steps than were charged")
         self._close_recording()
         self._drawn, self.run = None, run
         self._used_before = self.unused
         self.ledger = Ledger.carried_on(self.plan, taken, lost)
-        self._charged_before = self.ledger.charged
+        self._charged_elsewhere, self._id = known, secrets.token_hex(16)
         self._renew()
 
 
