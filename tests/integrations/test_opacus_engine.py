@@ -49,6 +49,23 @@ def test_the_module_comes_back_as_it_was():
     assert model[0]._forward_hooks == {}  # layers are hooked for the length of a forward pass alone
 
 
+def test_a_bare_layer_trains_as_it_would_in_a_sequence(monkeypatch):
+    monkeypatch.setattr(Streams, "normal", lambda self, shape, device, *place: torch.zeros(shape, device=device))
+    torch.manual_seed(0)
+    bare = nn.Linear(6, 3)
+    ends = []
+    for model in (copy.deepcopy(bare), nn.Sequential(copy.deepcopy(bare))):
+        engine, model, optimizer, loader = private(model=model)
+        with_samples(monkeypatch, optimizer, [1, 2, 3], [], [4])
+        assert train(model, optimizer, loader, steps=3) == len(engine.accountant) == 3
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):  # the layer's own error is seen
+            next(iter(loader))
+            model(torch.zeros(4, 7))
+        assert len(model._forward_hooks) == 1
+        ends.append(weights(model))
+    assert torch.equal(*ends) and not torch.equal(ends[0], weights(bare))
+
+
 def test_what_backward_leaves_is_not_seen():
     _, model, optimizer, loader = private()
     x, y = next(iter(loader))

@@ -89,7 +89,8 @@ class Capture:
 
     def __enter__(self) -> Capture:
         for module in self.rules:
-            self._handles.append(module.register_forward_hook(self._record, with_kwargs=True))
+            # first of all hooks: what others make of an output, and the end of the pass, come after it was recorded
+            self._handles.append(module.register_forward_hook(self._record, with_kwargs=True, prepend=True))
         return self
 
     def __exit__(
