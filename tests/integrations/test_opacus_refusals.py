@@ -109,6 +109,61 @@ def test_keywords_are_refused_with_what_to_do(name):
     assert not model._forward_hooks
 
 
+WEIGHTS = torch.tensor([1.0, 1.0, 3.0])
+POSITIVE = torch.tensor([2.0, 1.0, 3.0])
+MIXING = {
+    "weights": nn.CrossEntropyLoss(weight=WEIGHTS),
+    "one weight of many": nn.CrossEntropyLoss(weight=torch.cat([torch.ones(40_000), torch.tensor([1.01])])),
+    "weights of log-probabilities": nn.NLLLoss(weight=WEIGHTS),
+    "weights and smoothing": nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.1),
+    "ignored": nn.CrossEntropyLoss(ignore_index=0),
+    "ignored outside the classes": nn.CrossEntropyLoss(ignore_index=-1),
+    "a function with weights": lambda x, y: F.cross_entropy(x, y, weight=WEIGHTS),
+    "a function of tokens": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten(), ignore_index=0),
+    "contrast": lambda x, y: F.cross_entropy(x @ y.T, torch.arange(len(x))),
+}
+APART = {
+    "cross-entropy": nn.CrossEntropyLoss(),
+    "smoothed": nn.CrossEntropyLoss(label_smoothing=0.1),
+    "equal weights": nn.CrossEntropyLoss(weight=torch.full((3,), 2.0)),
+    "log-probabilities": nn.NLLLoss(),
+    "weights of outputs": nn.BCEWithLogitsLoss(weight=POSITIVE, pos_weight=POSITIVE),
+    "probabilities": nn.BCELoss(),
+    "squares": nn.MSELoss(),
+    "absolute": nn.SmoothL1Loss(),
+    "margins": nn.MultiMarginLoss(weight=WEIGHTS),
+    "divergence": nn.KLDivLoss(),
+    "three inputs": nn.TripletMarginLoss(),
+    "squares of one column": lambda x, y: (x.squeeze(1) - y).square().mean(),
+    "tokens": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten()),
+    "weights, averaged by itself": lambda x, y: F.cross_entropy(x, y, weight=WEIGHTS, reduction="none").mean(),
+    "ignored, averaged by itself": lambda x, y: F.cross_entropy(x, y, ignore_index=0, reduction="none").mean(),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_a_criterion_whose_mean_is_not_of_each_examples_own_loss_is_refused(name):
+    model = network()
+    given = {"module": model, "optimizer": sgd(model), "data_loader": loader_of(), "max_grad_norm": 1.0}
+    with pytest.raises(Refusal, match=r"reduction='none'\).mean\(\)"):
+        PrivacyEngine().make_private(**given, noise_multiplier=1.0, criterion=MIXING[name])
+    with pytest.raises(Refusal, match="whose mean over a batch"):
+        PrivacyEngine().make_private_with_epsilon(
+            **given, target_epsilon=1.0, target_delta=1e-5, epochs=1, criterion=MIXING[name]
+        )
+    assert not model._forward_hooks
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_criterion_of_each_examples_own_loss_is_taken(name):
+    private(criterion=APART[name])
+
+
+def test_sums_of_weighted_losses_are_each_examples_own():
+    for sum_of in (nn.CrossEntropyLoss(weight=WEIGHTS, reduction="sum"), nn.NLLLoss(ignore_index=0, reduction="sum")):
+        private(criterion=sum_of, loss_reduction="sum")
+
+
 def test_methods_are_asked_for_what_they_need():
     model = network()
     given = {"module": model, "optimizer": sgd(model), "data_loader": loader_of(), "max_grad_norm": 1.0}

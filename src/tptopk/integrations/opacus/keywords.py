@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from tptopk.gradients.precision import CLIPPINGS
+from tptopk.integrations.opacus.criterion import check_criterion
 from tptopk.privacy.methods import Method, method_named
 from tptopk.privacy.refusal import Refusal, check_number
 
@@ -66,6 +67,7 @@ def check_keywords(
     ):
         if wrong:
             raise Refusal(message)
+    check_criterion(criterion, loss_reduction)
 
 
 def for_each_phase(name: str, value: float | Sequence[float], phases: int) -> list[float]:
