@@ -164,9 +164,7 @@ class PrivateSteps:
         self._probed = self._said = False
         self.policy = SupportPolicy(plan, Support.full(module), lambda n: self._streams.numpy("support", n))
         self._renew()
-        self._sampler = PoissonSampler(
-            self.dataset_size, self._streams
-        )  # for good: loading a checkpoint redraws nothing
+        self._sampler = PoissonSampler(self.dataset_size, self._streams)  # kept when a checkpoint is loaded
         module.register_forward_pre_hook(Door(module, self._enter), with_kwargs=True, prepend=True)
         module.register_forward_hook(Door(module, self._leave), always_call=True)
         self._unseen: dict[str, Tensor] | None = {}  # whole gradients of the first batch, until they have been compared
