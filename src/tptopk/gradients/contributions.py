@@ -150,7 +150,8 @@ class Rows:
         values = self.values * weights[self.example, None]
         if left_out is not None:
             values = values.masked_fill(left_out[self.example, None], 0.0)
-        return values.new_zeros(self.rows, values.shape[1]).index_add_(0, self.row, values)
+        wide = torch.float64 if len(weights) > EXAMPLES else torch.float32
+        return values.new_zeros(self.rows, values.shape[1], dtype=wide).index_add_(0, self.row, values.to(wide))
 
     def dense(self) -> Tensor:
         values = self.values.new_zeros(self.batch * self.rows, self.values.shape[1])

@@ -219,8 +219,9 @@ class Products:
         self._factored = (to_tf32(g), to_tf32(x)) if may_round(g) else (g, x)
         self._forget()
         g, x = (factor[:, 0] for factor in self._factored)
-        if self._is_product or self._support is None:  # no square of either vanishes: the other may be as large
-            return g.double().square().sum(1) * torch.where(x.abs() < LARGEST, x, torch.inf).double().square().sum(1)
+        if self._is_product or self._support is None:  # what squares lose of one may count beside a large other
+            of_g, of_x = (squared_norms_of(v) + 2.0**-126 * v.shape[1] for v in (g, x))
+            return of_g * of_x
         mask = self._support.as_numbers(self._name)  # [p', d'] of ones and zeros
         g_scale, x_scale = (v.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) for v in (g, x))
         products = ((g / g_scale).square() @ mask) * (x / x_scale).square()  # [B, d'], no square underflows
@@ -334,7 +335,6 @@ class Products:
 
 CANCELS = 256.0  # times its total that the terms of a gradient may be before rounding them counts
 BLOCK = 512  # products that a library adds up in one go, or somewhat fewer
-LARGEST = 2.0**80  # what is scaled to the clip beside a larger input is lost to float32; such an example is not finite
 # Written gradients are kept up to this many times the size of the layer's own input and output.
 WORTH_KEEPING = {"cuda": 8, "cpu": 4}
 # Numbers written out at once: what a cache can hold; few and large pieces where a program is traced, which has to be short, and
