@@ -117,6 +117,51 @@ def test_large_inputs_beside_tiny_gradients_are_clipped(clip_norm):
         assert float(total.flat.double().norm()) <= clip_norm * (1 + 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("x", "g"),
+    [
+        ((0.0, 1e20), (1e8, 1e-16)),
+        ((1e-30, 1e10), (1e30, 1.0)),
+        ((0.0, 1e16), (1e8, 1e-15)),
+        ((0.0, 1e38), (1e38, 1e-7)),
+    ],
+)
+def test_a_mask_that_leaves_out_the_largest_factors_does_not_hide_the_others(x, g):
+    model = nn.Linear(2, 2, bias=False)
+    support = Support({"weight": torch.eye(2).bool()})
+    batch = (torch.tensor([x]), torch.tensor([g]))
+    for clipping in ("flat", "auto-s"):
+        total = clipped_sum(model, lambda m, b: (m(b[0]) * b[1]).sum(1), batch, support, C, clipping=clipping)
+        assert float(total.flat.double().norm()) <= C * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_zero_input_beside_a_huge_gradient_spoils_nothing(density, limit):
+    """0 × ∞ is not a number, and would be in everybody's sum."""
+    torch.manual_seed(0)
+    for layer, x in ((nn.Linear(4, 3), torch.randn(5, 4)), (nn.Conv1d(2, 3, 1), torch.randn(5, 2, 3))):
+        support = Support({n: torch.rand(p.shape) < density for n, p in layer.named_parameters()})
+        factors = torch.ones(5)
+        x[-1], factors[-1] = 0.0, 1e37
+        for clipping in ("flat", "auto-s"):
+            total = clipped_sum(
+                layer, lambda m, b: m(b[0]).flatten(1).sum(1) * b[1], (x, factors), support, 1.0, clipping=clipping, memory_limit=limit
+            )  # fmt: skip
+            assert torch.isfinite(total.flat).all()
+
+
+def test_cancelling_terms_are_seen_beside_gradients_whose_squares_overflow():
+    torch.manual_seed(1)
+    model = Pooled(nn.Conv2d(32, 32, 3, bias=False, padding=1, padding_mode="circular"), 32, (2, 3))
+    model.head.requires_grad_(False)
+    x, y = torch.randn(20, 32, 6, 3), 100 + torch.randn(20, 4)
+    v = 1e-24 * torch.randn(32, 3)
+    x[-1], y[-1] = torch.stack([v, -v, v, -v, v, -v]).transpose(0, 1), 1e30
+    support = Support({"layer.weight": torch.rand(32, 32, 3, 3) < 0.5})
+    assert moved(model, F.mse_loss, (x, y), support, memory_limit=0) <= 1 + 1e-4
+
+
 @pytest.mark.parametrize("factors", [clip_factors, automatic_factors])
 def test_a_factor_that_float32_would_round_up_is_zero(factors):
     norms = torch.tensor([1e20, 1e29, 1e31, 1e44, float("inf"), float("nan")], dtype=torch.float64)
@@ -129,7 +174,7 @@ def test_a_large_sample_of_like_records_is_added_up_to_a_thousandth_of_the_clip(
     model = nn.Linear(16, 1, bias=False)
     support = Support.full(model)
     torch.manual_seed(0)
-    for count in (EXAMPLES + 1, 30_000):
+    for count in (EXAMPLES + 1, 1024, 30_000):
         x = (1 + 0.3 * torch.randn(count, 16)).abs()
         for gone in (slice(1, None), slice(None, -1)):
             total, without = (

@@ -172,6 +172,10 @@ class RunningMean(nn.Module):
         return self.layer(x)
 
 
+class Slotted:
+    __slots__ = ("x",)
+
+
 class Remembers(nn.Module):
     """Keeps something of what it is run on in a plain attribute."""
 
@@ -180,7 +184,15 @@ class Remembers(nn.Module):
         self.layer, self.how = nn.Linear(6, 3), how
         self.largest, self.examples, self.calls, self.seen = 1.0, 0, 0, set()
         self.last, self.array, self.inside = deque(maxlen=1), np.zeros(6), SimpleNamespace(x=None)
-        self.generator = torch.Generator()
+        self.generator, self.scalar, self.function, self.slotted = (
+            torch.Generator(),
+            np.float32(1),
+            lambda: None,
+            Slotted(),
+        )
+        self.itself = [self]
+        self.itself.append(self.itself)
+        self.register_buffer("unknown", torch.full((2,), torch.nan))
 
     def forward(self, x):
         self.calls += 1
@@ -199,6 +211,12 @@ class Remembers(nn.Module):
             self.array += detached.mean(0).numpy()
         elif self.how == "an object":
             self.inside.x = detached
+        elif self.how == "a number of NumPy's":
+            self.scalar = np.float32(max(self.scalar, float(detached.abs().max())))
+        elif self.how == "a function's attribute":
+            self.function.last = float(detached.sum())
+        elif self.how == "a slot":
+            self.slotted.x = float(detached.sum())
         elif self.how == "a generator":
             torch.rand(len(x), generator=self.generator)
         return self.layer(x)
@@ -206,7 +224,7 @@ class Remembers(nn.Module):
 
 @pytest.mark.parametrize(
     "how",
-    ["a running maximum", "a maximum that only large records move", "a count of examples", "a set", "a queue", "an array", "an object", "a generator"],
+    ["a running maximum", "a maximum that only large records move", "a count of examples", "a set", "a queue", "an array", "an object", "a number of NumPy's", "a function's attribute", "a slot", "a generator"],
 )  # fmt: skip
 def test_what_a_model_keeps_in_plain_attributes_is_seen(how):
     with pytest.raises(Refusal, match="changes when the model is run"):
@@ -241,6 +259,23 @@ def test_a_loss_that_remembers_its_data_is_refused(how):
             choose_engine(nn.Linear(6, 3), one, VECTORS)
 
 
+class Counts(nn.Linear):
+    """Pictures in bytes, scaled unless the whole batch is dark."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+
+    def forward(self, x):
+        return super().forward(x / 255 if bool((x > 15).any()) else x.float())
+
+
+class Guarded(nn.Linear):
+    """Takes care of infinite inputs, for the whole batch."""
+
+    def forward(self, x):
+        return super().forward(torch.tanh(x) if bool(torch.isinf(x).any()) else x)
+
+
 def stable_by_the_batch(model, batch):
     scores = model(batch[0])
     powers = torch.exp(scores - scores.max())
@@ -266,6 +301,8 @@ def mean_of_what_counts(ignored, model, batch):
             IDS,
         ),
         (lambda: nn.Sequential(nn.Embedding(300, 4), nn.Linear(4, 3)), partial(mean_of_what_counts, 255), IDS),
+        (lambda: Counts(), F.cross_entropy, (torch.zeros(1, 6, dtype=torch.uint8), VECTORS[1])),
+        (lambda: Guarded(6, 3), F.cross_entropy, VECTORS),
     ],
 )
 def test_mixing_that_shows_beside_unusual_records_alone_is_refused(model, loss, data):

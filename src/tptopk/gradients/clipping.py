@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.contributions import EXAMPLES, Budget, Contribution, Dense, added_up, squared_norms_of
+from tptopk.gradients.contributions import EXAMPLES, Budget, Contribution, Dense, squared_norms_of, weighted
 from tptopk.gradients.examples import (
     Batch,
     PerExampleLoss,
@@ -187,8 +187,7 @@ class Clip:
                 part.copy_(self._active.pop(name).weighted_sum(weights, left_out))
         if self._bundle is not None:
             values = self._bundle if left_out is None else self._bundle.masked_fill(left_out[:, None], 0.0)
-            total = added_up(len(weights), lambda piece: weights[piece] @ values[piece])
-            flat.index_copy_(0, self.support.flat_indices_of(tuple(self._small)), total)
+            flat.index_copy_(0, self.support.flat_indices_of(tuple(self._small)), weighted(weights, values))
         return flat
 
 

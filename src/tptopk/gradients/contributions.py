@@ -16,7 +16,7 @@ from torch import Tensor
 from tptopk.supports.support import Support
 
 CHUNK = 4096  # coordinates added up in float32 before float64 takes over
-EXAMPLES = 1024  # examples added up in float32 before float64 takes over: no more of C than a thousandth is lost
+EXAMPLES = 128  # examples added up in float32 before float64 takes over
 
 
 class Budget:
@@ -77,6 +77,15 @@ def added_up(batch: int, part: Callable[[slice], Tensor]) -> Tensor:
     return total
 
 
+def weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """Σ_b weights[b] · values[b], as `added_up` does it, in two calls."""
+    whole = len(weights) // EXAMPLES * EXAMPLES
+    if len(weights) <= EXAMPLES:
+        return weights @ values
+    blocks = torch.bmm(weights[:whole].view(-1, 1, EXAMPLES), values[:whole].view(-1, EXAMPLES, values.shape[1]))
+    return blocks[:, 0].sum(0, dtype=torch.float64) + weights[whole:] @ values[whole:]
+
+
 class Dense:
     """Gradients written out, [B, *shape]; once restricted, only their active coordinates, [B, k]."""
 
@@ -108,7 +117,7 @@ class Dense:
         values = self.values.reshape(len(weights), -1)  # [B, k]
         if left_out is not None:
             values = values.masked_fill(left_out[:, None], 0.0)
-        total = added_up(len(weights), lambda piece: weights[piece] @ values[piece])
+        total = weighted(weights, values)
         if self.active is None:
             return total.view(self.shape)
         return total.new_zeros(self.shape.numel()).index_copy_(0, self.active, total).view(self.shape)

@@ -22,6 +22,7 @@ from tptopk.privacy.refusal import Refusal
 EXAMPLES = 8
 IGNORED = (-100, -1, 255)  # labels that commonly mean: this one does not count
 SIZES = (1e3, 1e6)  # of records that others must not notice
+LARGE = 10**6  # a whole number that no class, but many an id or a count may be
 
 Maker = Callable[[int, int], Batch]  # (seed, number of examples) → made-up batch
 
@@ -38,7 +39,8 @@ def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn
     )
     if _mixes(model, loss, make(0, EXAMPLES), make(1, EXAMPLES)):
         raise Refusal(mixed)
-    for others in (*in_other_sizes(make(1, EXAMPLES)), _not_numbers(make(1, EXAMPLES))):
+    unusual = [_filled_with(value, make(1, EXAMPLES)) for value in (torch.nan, torch.inf)]
+    for others in (*in_other_sizes(make(1, EXAMPLES)), *unusual):
         try:
             found = _mixes(model, loss, make(0, EXAMPLES), others, wherever_finite=True)
         except Exception:  # such values are more than the model or the loss takes
@@ -101,20 +103,24 @@ def _loss_alone(model: nn.Module, loss: PerExampleLoss, batch: Batch, i: int, ma
 def in_other_sizes(batch: Batch, unchanged: int = 0) -> list[Batch]:
     """The batch with numbers of other sizes from example `unchanged` on: in all of its tensors, and in each alone."""
     leaves, form = tree_flatten(batch)
-    found = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and leaf.is_floating_point()]
+    found = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and _has_fractions(leaf)]
     sets = [found] * (len(found) > 1) + [[n] for n in found]
     factors = torch.tensor([1.0 if n < unchanged else SIZES[n % len(SIZES)] for n in range(EXAMPLES)])
 
     def sized(leaf: Tensor) -> Tensor:
-        return leaf * _like(factors.to(leaf), leaf)
+        return leaf * _like(factors.to(leaf.device, leaf.real.dtype), leaf)
 
     return [tree_unflatten([sized(v) if n in changed else v for n, v in enumerate(leaves)], form) for changed in sets]
 
 
-def _not_numbers(batch: Batch) -> Batch:
+def _filled_with(value: float, batch: Batch) -> Batch:
     return tree_map(
-        lambda leaf: torch.full_like(leaf, torch.nan) if _is_filled(leaf) and leaf.is_floating_point() else leaf, batch
+        lambda leaf: torch.full_like(leaf, value) if _is_filled(leaf) and _has_fractions(leaf) else leaf, batch
     )
+
+
+def _has_fractions(leaf: Tensor) -> bool:
+    return leaf.is_floating_point() or leaf.is_complex()
 
 
 def _labels_to_ignore(model: nn.Module, leaf: Tensor) -> list[int]:
@@ -159,6 +165,11 @@ def _with_masks_and_ignored(
     masked = [changed(plain, masks, how) for how in (_scattered, _ending, _beginning)] if masks else []
     masked = [pair for pair in masked if runs(pair)]
     yield from ((batch, others) for batch, others in masked)
+    for n in whole:
+        largest = min(LARGE, torch.iinfo(leaves[n].dtype).max)
+        large = changed(plain, [n], lambda leaf, generator: torch.full_like(leaf, largest))[1]  # noqa: B023
+        if runs([large]):
+            yield plain[0], large
     for base in [plain, *masked[:1]]:
         for n in whole:
             for label in _labels_to_ignore(model, leaves[n]):

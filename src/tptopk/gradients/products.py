@@ -182,15 +182,18 @@ class Products:
         if may_round(self.g):
             self.g, self.x.base = to_tf32(self.g), to_tf32(self.x.base)
         squares = self._written(keep=False)[0]
-        g, x = (torch.linalg.vector_norm(v, dim=tuple(range(1, v.dim()))).double() for v in (self.g, self.x.base))
+        g, x = (
+            torch.linalg.vector_norm(v, dim=tuple(range(1, v.dim())), dtype=torch.float64)
+            for v in (self.g, self.x.base)
+        )
         self.rounding = self._cancelling(squares, self.x.repeats * (1.01 * g * x).square())  # Cauchy and Schwarz
-        return squares
+        return _in_range(squares, g, x)
 
     def _cancelling(self, squares: Tensor, most: Tensor) -> Tensor:
         """[B] what rounding can add, squared: each addition at most 2⁻²⁴ of what stands there, over an example's own positions
         and a block of a library's sum on either side, once in the norm and once in the sum. `most` is (Σ_t ‖g_t‖‖x_t‖)²."""
         additions = 2 * (self.x.count + BLOCK)
-        return torch.where(most > CANCELS**2 * squares, (additions * 2.0**-24) ** 2 * most, 0.0)
+        return torch.where(most <= CANCELS**2 * squares, 0.0, (additions * 2.0**-24) ** 2 * most)
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         """g [B, T, p'] and x [B, T, d'] in active rows and columns only: what is not finite elsewhere must not matter."""
@@ -219,13 +222,16 @@ class Products:
         self._factored = (to_tf32(g), to_tf32(x)) if may_round(g) else (g, x)
         self._forget()
         g, x = (factor[:, 0] for factor in self._factored)
-        if self._is_product or self._support is None:  # what squares lose of one may count beside a large other
+        # What float32 squares lose of one factor may count beside a large other: at most 2⁻¹²⁶ for each number.
+        if self._is_product or self._support is None:
             of_g, of_x = (squared_norms_of(v) + 2.0**-126 * v.shape[1] for v in (g, x))
             return of_g * of_x
         mask = self._support.as_numbers(self._name)  # [p', d'] of ones and zeros
         g_scale, x_scale = (v.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) for v in (g, x))
-        products = ((g / g_scale).square() @ mask) * (x / x_scale).square()  # [B, d'], no square underflows
-        return products.double().sum(1) * (g_scale.double() * x_scale.double()).square()[:, 0]
+        products = ((g / g_scale).square() @ mask) * (x / x_scale).square()  # [B, d']
+        scale = g_scale.double() * x_scale.double()
+        squares = (products.double().sum(1) + 2.0**-125 * mask.numel()) * scale.square()[:, 0]
+        return _in_range(squares, g_scale[:, 0], x_scale[:, 0])
 
     def _ghost(self) -> Tensor:
         """‖Σ_t g_t ⊗ x_t‖² = Σ_ts ⟨g_t, g_s⟩⟨x_t, x_s⟩."""
@@ -233,10 +239,11 @@ class Products:
         self._forget()
         if not may_round(g):
             self._factored = g, x
-            inner, most = ghost(*(f.double() @ f.double().transpose(1, 2) for f in (g, x)))
-            inner = inner.clamp(min=0.0)
-            self.rounding = self._cancelling(inner, most)
-            return inner
+            gg, xx = (f.double() @ f.double().transpose(1, 2) for f in (g, x))
+            inner, most = ghost(gg, xx)
+            self.rounding = self._cancelling(inner.clamp(min=0.0), most)
+            own = (f.diagonal(dim1=1, dim2=2).amax(1).sqrt() for f in (gg, xx))
+            return _in_range(inner.clamp(min=0.0), *own)
         self._factored = g, x = to_tf32(g), to_tf32(x)
         gg, xx = (f @ f.transpose(1, 2) for f in (g, x))
         inner, most = kernels.ghost(gg, xx) if kernels.usable(g) else ghost(gg, xx)
@@ -334,6 +341,9 @@ class Products:
 
 
 CANCELS = 256.0  # times its total that the terms of a gradient may be before rounding them counts
+LARGEST = (
+    2.0**64
+)  # norm of a factor from which on its example counts as not finite: about where float32 squares overflow
 BLOCK = 512  # products that a library adds up in one go, or somewhat fewer
 # Written gradients are kept up to this many times the size of the layer's own input and output.
 WORTH_KEEPING = {"cuda": 8, "cpu": 4}
@@ -347,6 +357,11 @@ def ghost(gg: Tensor, xx: Tensor) -> tuple[Tensor, Tensor]:
     gg, xx = gg.double(), xx.double()
     lengths = (gg.diagonal(dim1=1, dim2=2) * xx.diagonal(dim1=1, dim2=2)).clamp(min=0.0).sqrt()
     return (gg * xx).sum((1, 2)), lengths.sum(1).square()
+
+
+def _in_range(squares: Tensor, g: Tensor, x: Tensor) -> Tensor:
+    """Squared norms, infinite where a factor is of a size beside which float32 loses what is scaled to the clip."""
+    return torch.where((g < LARGEST) & (x < LARGEST), squares, torch.inf)
 
 
 def _like(examples: Tensor, values: Tensor) -> Tensor:

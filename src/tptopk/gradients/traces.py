@@ -6,9 +6,11 @@ Whatever of it changes with the data carries the data past the mechanism. A runn
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice, pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -54,12 +56,22 @@ def versions_of(model: nn.Module) -> list[tuple[Hashable, ...]]:
     return [*tensors, *numbers]
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(item)
+    elif isinstance(value, (list, tuple, dict)) and depth < DEEP:
+        items = value.values() if isinstance(value, dict) else value
+        if len(value) >= LONG and not any(isinstance(item, (Tensor, list, tuple, dict)) for item in islice(items, 10)):
+            return  # a vocabulary
+        for item in items:
+            yield from _tensors_in(item, depth + 1)
+
+
+def _same(before: Tensor, after: Tensor) -> bool:
+    before, after = (t.detach().to_dense() if t.layout != torch.strided else t.detach() for t in (before, after))
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    return torch.equal(before, after) or bool(torch.isclose(before, after, rtol=0, atol=0, equal_nan=True).all())
 
 
 def refuse_traces(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
@@ -84,7 +96,7 @@ def refuse_traces(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
             continue  # such values, or so few, are more than the model or the loss takes
         after = lasting_tensors(model)
         for name in tensors.keys() | after.keys():
-            if name not in tensors or name not in after or not torch.equal(tensors[name], after[name].detach()):
+            if name not in tensors or name not in after or not _same(tensors[name], after[name]):
                 raise Refusal(f"{name} changes when the model is run: it would carry data past the mechanism")
         values.append(kept(model, loss))
     for name in dict.fromkeys(name for found in values for name in found):
@@ -115,6 +127,9 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: set[int], de
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         found[where] = repr(value) if isinstance(value, (float, complex)) else value
         return
+    if isinstance(value, np.generic):
+        found[where] = repr(value.item())
+        return
     if isinstance(value, OPAQUE) or id(value) in seen or depth > DEEP:
         return
     seen.add(id(value))
@@ -124,6 +139,10 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: set[int], de
         found[where] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).digest() if value.dtype != object else len(value)  # fmt: skip
     elif isinstance(value, torch.Generator):
         found[where] = bytes(value.get_state().tolist())
+    elif isinstance(value, (bytearray, memoryview, array)):
+        found[where] = bytes(value)
+    elif isinstance(value, partial):
+        _keep(where, (value.func, value.args, value.keywords), found, seen, depth + 1)
     elif isinstance(value, (set, frozenset)):
         found[where] = frozenset(map(repr, value)) if len(value) < LONG else len(value)
     elif isinstance(value, (Mapping, list, tuple, deque)):
@@ -137,6 +156,8 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: set[int], de
     elif isinstance(value, MethodType):
         _keep(where, value.__self__, found, seen, depth + 1)
     elif isinstance(value, FunctionType):
+        _keep(f"{where}'s defaults", (value.__defaults__, value.__kwdefaults__), found, seen, depth + 1)
+        _keep(f"{where}'s attributes", vars(value), found, seen, depth + 1)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
@@ -144,5 +165,10 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: set[int], de
                 continue
             _keep(f"{where}, {name}", content, found, seen, depth + 1)
     else:
-        for name, item in getattr(value, "__dict__", {}).items():
+        slots = [n for kind in type(value).__mro__ for n in _names(getattr(kind, "__slots__", ())) if hasattr(value, n)]
+        for name, item in [*getattr(value, "__dict__", {}).items(), *((n, getattr(value, n)) for n in slots)]:
             _keep(f"{where}.{name}", item, found, seen, depth + 1)
+
+
+def _names(slots: str | Iterable[str]) -> Iterable[str]:
+    return [slots] if isinstance(slots, str) else slots

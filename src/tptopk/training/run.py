@@ -275,6 +275,10 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
         epsilon = float("inf")
         if plan.spec.private:
             record = read_ledger(folder / "ledger.jsonl")
+            if record.plan != plan:
+                raise Refusal(
+                    f"plan.json of {folder} is not the plan in the ledger; `tptopk verify {folder}` says more"
+                )
             epsilon = accounting.epsilon(
                 segments_of(record.plan, record.charged, record.queries), plan.delta, plan.accountant
             )

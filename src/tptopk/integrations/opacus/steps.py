@@ -206,6 +206,8 @@ class PrivateSteps:
         self._thrown.close()
         if part.first:
             self.settle(passed_over=True)
+            if self._unseen is not None:
+                self._unseen = {}  # gradients of a batch that was not stepped on are not this one's
             self._drawn = Drawn(part, number, self.next_step)
         elif self._drawn is not None:
             self._close_recording()
