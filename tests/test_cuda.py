@@ -14,9 +14,11 @@ from torch.nn import functional as F
 
 import tptopk
 from tests.gradients.cases import CASES, make
+from tests.gradients.test_cancelling import SIZES, made, moved
 from tests.gradients.test_rules import flat, random_support
 from tptopk.data.digits import TRAINING, digits
 from tptopk.experiments import bench
+from tptopk.gradients import products
 from tptopk.gradients.clipping import clipped_sum
 from tptopk.gradients.examples import MeanOverRows
 from tptopk.gradients.graphs import FixedShapes
@@ -47,6 +49,13 @@ def _known_settings():
     torch.backends.cudnn.allow_tf32 = False
 
 
+@pytest.fixture
+def nothing_is_clipped_for_rounding(monkeypatch):
+    """As in tests/gradients/test_rules.py."""
+    monkeypatch.setattr(products, "CANCELS", float("inf"))
+
+
+@pytest.mark.usefixtures("nothing_is_clipped_for_rounding")
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("density", [0.01, 0.5, 1.0])
 @pytest.mark.parametrize("limit", [None, 0])
@@ -68,6 +77,7 @@ BIG = {
 }
 
 
+@pytest.mark.usefixtures("nothing_is_clipped_for_rounding")
 @pytest.mark.parametrize("name", BIG)
 @pytest.mark.parametrize("density", [0.1, 1.0])
 @pytest.mark.parametrize("precision", EXACT)
@@ -111,6 +121,20 @@ def test_one_example_moves_the_sum_by_at_most_the_clip_norm(precision, density, 
     alone = flat(clipped_sum(layer, loss, (x, c), support, 0.1, precision=precision, memory_limit=limit)).double()
     assert alone.norm() <= 0.1 * (1 + 1e-5)
     assert (sums[1] - sums[0]).norm() <= 0.1 * (1 + 1e-3)  # float32 sums of forty others round too
+
+
+@pytest.mark.parametrize("name", ["linear", "conv1d", "conv2d"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("precision", EXACT)
+@pytest.mark.parametrize("density", [0.3, 1.0])
+@pytest.mark.parametrize("limit", [None, 0])
+def test_positions_that_cancel_move_the_sum_by_no_more_than_the_clip(name, size, precision, density, limit):
+    model, (x, y) = made(name, size)
+    support = random_support(model, density).to(CUDA)
+    gone = moved(
+        model.to(CUDA), F.cross_entropy, (x.to(CUDA), y.to(CUDA)), support, precision=precision, memory_limit=limit
+    )
+    assert gone <= 1 + 1e-3
 
 
 @pytest.mark.parametrize(("compiled", "precision"), [(False, "fp32"), (True, "fp32"), (False, "bf16"), (True, "bf16")])
@@ -160,6 +184,7 @@ def test_rows_of_an_example_are_averaged_before_they_are_clipped(density, limit,
         assert replayed is not None and (flat(replayed) - slow).norm() <= near * slow.norm()
 
 
+@pytest.mark.usefixtures("nothing_is_clipped_for_rounding")
 @pytest.mark.parametrize("limit", [None, 0])
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("compiled", [False, True])
