@@ -25,6 +25,7 @@ from tptopk.privacy.refusal import Refusal
 OWN = ("_parameters", "_buffers", "_modules")  # where a module keeps what it names itself
 LONG = 10_000  # entries of a container from which on its length alone is looked at
 DEEP = 12  # objects within objects that are looked into
+Seen = dict[int, Any]  # id → what has it, held so that nothing else can have it meanwhile
 OPAQUE = (type, ModuleType, BuiltinFunctionType, torch.device, torch.dtype)
 
 
@@ -113,9 +114,9 @@ def _counts(seen: list[Hashable]) -> bool:
 def kept(model: nn.Module, loss: Callable[..., Any]) -> dict[str, Hashable]:
     """Where → what is kept there, in a form that can be compared: of all but the model's tensors."""
     found: dict[str, Hashable] = {}
-    seen = {id(tensor) for tensor in lasting_tensors(model).values()}
+    seen: Seen = {id(tensor): tensor for tensor in lasting_tensors(model).values()}
     for module_name, module in model.named_modules():
-        seen.add(id(module))
+        seen[id(module)] = module
         for name, value in vars(module).items():
             if name not in OWN:
                 _keep(f"attribute {module_name}.{name}", value, found, seen)
@@ -123,7 +124,7 @@ def kept(model: nn.Module, loss: Callable[..., Any]) -> dict[str, Hashable]:
     return found
 
 
-def _keep(where: str, value: Any, found: dict[str, Hashable], seen: set[int], depth: int = 0) -> None:
+def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth: int = 0) -> None:
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         found[where] = repr(value) if isinstance(value, (float, complex)) else value
         return
@@ -132,7 +133,7 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: set[int], de
         return
     if isinstance(value, OPAQUE) or id(value) in seen or depth > DEEP:
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     if isinstance(value, Tensor):
         found[where] = (id(value), value._version)
     elif isinstance(value, np.ndarray):
