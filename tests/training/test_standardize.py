@@ -115,21 +115,25 @@ def test_queries_are_charged_first_and_answered_once(tmp_path):
     assert numbers.phases[0].noise_multiplier > without.phases[0].noise_multiplier, "the queries cost something"
 
 
-@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
-def test_a_resumed_run_keeps_the_statistics_that_were_released(tmp_path):
-    layer = Standardize(torch.ones(3))
-    numbers = plan(layer, 40.0)
+def interrupted(layer, numbers, folder, **options):
+    """A run that ends after its first step."""
 
     def stop(record):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fitted(layer, numbers, out=tmp_path / "run", on_step=stop, checkpoint_every=100)
+        fitted(layer, numbers, out=folder, on_step=stop, **options)
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_a_resumed_run_keeps_the_statistics_that_were_released(tmp_path):
+    layer = Standardize(torch.ones(3))
+    numbers = plan(layer, 40.0)
+    interrupted(layer, numbers, tmp_path / "run", checkpoint_every=100)
     again = Standardize(torch.ones(3))
     run = fitted(again, numbers, out=tmp_path / "run", resume=True)
     assert torch.equal(again.mean, layer.mean) and run.epsilon <= 3.0 and verify(tmp_path / "run").holds
-    with pytest.raises(KeyboardInterrupt):
-        fitted(Standardize(torch.ones(3)), numbers, out=tmp_path / "other", on_step=stop)
+    interrupted(Standardize(torch.ones(3)), numbers, tmp_path / "other")
     for name in (tmp_path / "other").glob("checkpoint*"):
         name.unlink()
     with pytest.raises(Refusal, match="begin a new run"):
@@ -181,12 +185,7 @@ def test_a_layer_that_was_never_asked_is_refused_and_one_that_was_may_be_trained
 def test_a_run_that_asked_may_be_resumed_without_its_layer_but_not_from_before_the_answers(tmp_path):
     layer = Standardize(torch.ones(3))
     numbers = plan(layer, 40.0)
-
-    def stop(record):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fitted(layer, numbers, out=tmp_path / "run", on_step=stop, checkpoint_every=100)
+    interrupted(layer, numbers, tmp_path / "run", checkpoint_every=100)
     model = network(Standardize(torch.ones(3)))
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     bare(model, numbers, out=tmp_path / "run", resume=True)

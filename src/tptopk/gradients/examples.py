@@ -93,11 +93,7 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
             )  # a label that is no class is a bad record: zero, not a crash
             target = torch.where(known, target, 0)
         if output.is_floating_point() and output.dim():  # a bad record, on whose output some losses raise: a zero, too
-            bad = (
-                torch.isnan(output).view(len(output), -1).any(1)
-                if output.numel()
-                else output.new_zeros(len(output)) > 0
-            )
+            bad = torch.isnan(output)[..., None].flatten(1).any(1)
             output = torch.where(bad.view(-1, *[1] * (output.dim() - 1)), 0.5, output)
         losses = apply(output, target)
         without_classes = (*target.shape[:1], *target.shape[2:])

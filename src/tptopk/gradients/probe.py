@@ -50,10 +50,9 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
     losses = per_example(loss)
     with _put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         make = working_maker(model, losses, like)
+        _refuse_unused(model, losses, make)  # its call also fills caches that are filled once
         with torch.enable_grad():
-            losses(model, make(0, EXAMPLES))  # fills caches that are filled once
             refuse_traces(model, losses, make)
-        _refuse_unused(model, losses, make)
         refuse_mixing(model, losses, make, _on_cpu(model))
         reasons = []
         for candidate in ("capture", "vmap") if engine == "auto" else (engine,):
