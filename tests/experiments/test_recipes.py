@@ -14,7 +14,7 @@ from tptopk.experiments import published, recipes, reproduce
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.standardize import Standardize
 
-SIZES = {"main": 189, "ratio": 168, "split": 27, "medical": 21, "context": 27, "diagnostics": 9}
+SIZES = {"main": 189, "ratio": 168, "split": 27, "medical": 21, "context": 81, "diagnostics": 9}
 
 
 def toml() -> str:

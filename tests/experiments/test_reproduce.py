@@ -132,7 +132,7 @@ def test_all_passes_over_tables_without_the_dataset(tptopk, monkeypatch):
     monkeypatch.setattr(reproduce, "run_all", lambda wanted, *_: asked.append({r.dataset for r in wanted}))
     status, _, error = tptopk("reproduce", "all", "--quick", "--only", "mnist")
     assert status == 0, error
-    assert asked == [{"mnist"}, set(), set(), set(), set(), set()]
+    assert asked == [{"mnist"}, set(), set(), set(), {"mnist"}, set()]
 
 
 def test_shares_cover_every_run_once():
@@ -151,7 +151,7 @@ def test_shares_cover_every_run_once():
         (["table-main", "--quick", "--only", "mnits"], "unknown dataset 'mnits'; did you mean 'mnist'?"),
         (["table-main", "--quick", "--only", "mnist"], "tptopk data fetch mnist"),
         (["table-main", "--quick", "--only", "mnist, fmnist"], "tptopk data fetch"),
-        (["table-context", "--quick", "--only", "mnist"], "table context has no runs on mnist; give --only cifar10"),
+        (["table-split", "--quick", "--only", "mnist"], "table split has no runs on mnist; give --only cifar10"),
         (
             ["figure-energy", "--quick", "--only", "mnist"],
             "table diagnostics has no runs on mnist; give --only cifar10",

@@ -183,14 +183,15 @@ def table_medical(make: Make = recipe) -> list[Recipe]:
 
 
 def table_context(make: Make = recipe) -> list[Recipe]:
-    """The peers that can be run here, on CIFAR-10 with the same network."""
+    """The peers that can be run here, each with the network and the settings of the method of ours that it changes."""
     rows: list[tuple[str, str, dict[str, Any]]] = [
         ("dp-sgd", "AUTO-S", {"clipping": "auto-s"}),
         ("dp-sgd", "SA-DP-SGD", {"annealed": True}),
         ("on-rand", "random sparsification", {"ratio_schedule": "linear", "active_ratio": 0.3}),
     ]
     return [
-        make("cifar10", method, epsilon, seed, variant=variant, **changes)
+        make(dataset, method, epsilon, seed, variant=variant, **changes)
+        for dataset in ("mnist", "fmnist", "cifar10")
         for epsilon in EPSILONS
         for method, variant, changes in rows
         for seed in SEEDS

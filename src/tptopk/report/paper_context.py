@@ -70,16 +70,15 @@ def medical_table(medical: Outcomes) -> str:
 
 def context_table(context: Outcomes, main: Outcomes) -> str:
     rows = []
+    peers = recipes.table_context(recipes.quick_recipe)
     for dataset in ("mnist", "fmnist", "cifar10"):
         own: list[tuple[str, Outcomes, dict[str, Any]]] = [
             (method, main, {"method": method, "variant": PAPER}) for method in ("dp-sgd", "tp-rand", "tp-topk")
         ]
-        if dataset == "cifar10":
-            peers = [r for r in recipes.table_context(recipes.quick_recipe) if r.seed == recipes.SEEDS[0]]
-            own += [
-                (f"{variant} ({method})", context, {"method": method, "variant": variant})
-                for method, variant in dict.fromkeys((r.method, r.variant) for r in peers)
-            ]
+        own += [
+            (f"{variant} ({method})", context, {"method": method, "variant": variant})
+            for method, variant in dict.fromkeys((r.method, r.variant) for r in peers)
+        ]
         for label, outcomes, wanted in own:
             cells = [cell(outcomes, dataset=dataset, target_epsilon=e, **wanted) for e in recipes.EPSILONS]
             rows.append([NAMES[dataset], label, *cells, "–", "ours"])
