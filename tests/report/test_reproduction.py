@@ -252,8 +252,8 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
     assert "with 3 seeds, 2 degrees of freedom" in document
     assert row(document, "MNIST", "1", "tp-topk", "2.9991", "2.9985", "3.2104")[6:] == ["9 + 21", "3.500 / 2.250", "400 of 1,000"]  # fmt: skip
     assert row(document, "`split.jsonl`", "27", "-0.0009")[3:] == ["-0.0006 to -0.0006", "+0.2113 to +0.2113"]
-    seconds = 2.0 * (189 + 168 + 27 + 27 + 21) + 5.0 * 9 + 3.0 * 2
-    assert f"Runs of the tables: 441 of 441. Seconds of all runs together: {seconds:,.0f}." in document
+    seconds = 2.0 * (189 + 168 + 27 + 81 + 21) + 5.0 * 9 + 3.0 * 2
+    assert f"Runs of the tables: 495 of 495. Seconds of all runs together: {seconds:,.0f}." in document
     for target in ("main", "ratio", "split", "medical", "context", "diagnostics"):
         assert f"`tptopk reproduce table-{target} --device cuda`" in document
     for disagreement in published.DISAGREEMENTS:
