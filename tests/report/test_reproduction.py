@@ -296,7 +296,7 @@ def test_without_any_file_every_cell_says_not_run(tmp_path):
     document = (tmp_path / "r.md").read_text()
     assert row(document, "MNIST", "1", "ours")[3:] == ["not run"] * 5
     assert row(document, "tp-topk − tp-rand")[2:7] == ["0", "0", "0", "0", "9"]
-    assert "Runs of the tables: 0 of 441." in document and "Nothing is chosen yet" in document
+    assert "Runs of the tables: 0 of 495." in document and "Nothing is chosen yet" in document
     assert not list(tmp_path.glob("*.png")) and ".png" not in document
 
 
