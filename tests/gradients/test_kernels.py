@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -14,11 +15,21 @@ from tptopk.gradients import kernels
 from tptopk.gradients.products import _offsets, ghost
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _too_old():
+    if importlib.util.find_spec("triton") is None:
+        return False
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    return triton < (3, 7) and numpy >= (2, 4)
+
+
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(_too_old(), reason="the interpreter of Triton before 3.7 does not run beside NumPy 2.4 and later")
 def test_in_the_interpreter():
     """Triton reads its environment once: the tests below run in a process of their own."""
     done = subprocess.run(
