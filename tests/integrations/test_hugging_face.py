@@ -42,9 +42,10 @@ from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
+from tptopk.training.facts import facts_in
 from tptopk.training.sampling import PoissonSampler
 from tptopk.training.trained import TRAINED
-from tptopk.training.verify import facts_in, verify
+from tptopk.training.verify import verify
 
 N, BATCH, LENGTH, WORDS, RATE = 40, 10, 6, 24, 0.5
 SIZES = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,

@@ -13,7 +13,7 @@ from tptopk.privacy.description import describe, plain, together
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.refusal import Refusal
-from tptopk.privacy.statement import as_values, delta_too_large, facts_of, statement
+from tptopk.privacy.statement import as_values, facts_of, statement
 
 CONFIG = {"data": "/home/anna/clinic.csv", "schema": "tables/clinic.toml", "model": "clinicnet:build", "epsilon": 3.0}
 
@@ -127,4 +127,4 @@ def test_an_open_run_has_no_end(tmp_path):
 
 def test_a_delta_of_one_in_n_is_too_large():
     with pytest.warns(UserWarning, match="delta = 0.001"):
-        assert delta_too_large(replace(PLAN, delta=1e-3)) and not delta_too_large(PLAN)
+        assert replace(PLAN, delta=1e-3).delta_too_large and not PLAN.delta_too_large

@@ -344,7 +344,7 @@ def test_a_mark_for_padding_is_no_strange_label():
 def test_training_a_model_twice_is_warned_about():
     model = network()
     fit(model)
-    with pytest.warns(PrivacyWarning, match="trained privately before"):
+    with pytest.warns(PrivacyWarning, match="trained before in this process"):
         fit(model)
 
 

@@ -30,10 +30,11 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import statement
 from tptopk.training import checkpoint
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
+from tptopk.training.facts import facts_in
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.run import schema_in
 from tptopk.training.updates import Updater
-from tptopk.training.verify import facts_in, verify
+from tptopk.training.verify import verify
 
 RECORDS = 60
 PLAN = Plan.calibrate(

@@ -27,7 +27,7 @@ def statement(run: Annotated[str, typer.Argument(metavar="RUN", help="a run fold
     from tptopk.privacy.ledger_record import read_ledger
     from tptopk.privacy.statement import as_values
     from tptopk.privacy.statement import statement as in_words
-    from tptopk.training.verify import facts_in
+    from tptopk.training.facts import facts_in
 
     record = read_ledger(folder / "ledger.jsonl")
     facts = facts_in(folder, record)

@@ -20,9 +20,9 @@ from tptopk.gradients.examples import (
     tensors_of,
 )
 from tptopk.gradients.precision import (
-    CLIPPINGS,
     STABILITY,
     automatic_factors,
+    check_clipping,
     check_precision,
     clip_factors,
     computing_in,
@@ -107,12 +107,11 @@ def clipped_sum(
     `clipping` is ``flat``, or ``auto-s``, which scales by C / (‖m ⊙ g_i‖₂ + 0.01) instead (automatic clipping).
     `precision` is ``fp32``, ``tf32`` or ``bf16`` (`gradients/precision.py`).
     `memory_limit` bounds, in bytes, the per-example gradients kept from the norms to the sum; by default a layer's are
-    kept where they take at most eight times as much as its input and output. What is not kept is computed again.
+    kept where they take at most eight times (on a CPU four) as much as its input and output. What is not kept is computed again.
     """
     check_number("clip_norm", clip_norm, least=SMALLEST_CLIP_NORM)
     check_precision(precision)
-    if clipping not in CLIPPINGS:
-        raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
+    check_clipping(clipping)
     if engine not in ENGINES:
         raise Refusal(f"unknown engine {engine!r}{nearest(str(engine), ENGINES)}")
     losses = forward_in(per_example(loss), precision)

@@ -41,26 +41,40 @@ def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn
         raise Refusal(mixed)
     unusual = [_filled_with(value, make(1, EXAMPLES)) for value in (torch.nan, torch.inf)]
     for others in (*in_other_sizes(make(1, EXAMPLES)), *unusual):
-        try:
-            found = _mixes(model, loss, make(0, EXAMPLES), others, wherever_finite=True)
-        except Exception:  # such values are more than the model or the loss takes
-            continue
-        if found:
+        if _mixes_where_taken(model, loss, make(0, EXAMPLES), others):
             raise Refusal(
                 mixed + " (it shows beside very large records: a maximum or a norm that is taken over the whole batch "
                 "must be taken over each example)"
             )
     for batch, others in _with_masks_and_ignored(model, trial, loss, make):
-        try:
-            found = _mixes(model, loss, batch, others, wherever_finite=True)
-        except Exception:  # such values are more than the model or the loss takes
-            continue
-        if found:
+        if _mixes_where_taken(model, loss, batch, others):
             raise Refusal(
                 mixed
                 + " (it shows where masks or labels to ignore differ between records: a loss divided by the number of tokens that "
                 "count must be divided by each example's own number, not by the batch's)"
             )
+
+
+class _NotTaken(Exception):
+    """The model or the loss fails on such values."""
+
+
+def _mixes_where_taken(model: nn.Module, loss: PerExampleLoss, batch: Batch, others: Batch) -> bool:
+    """As `_mixes`, of examples that have a finite loss alone; where model or loss fail on the batch there is nothing to see.
+
+    Only their own failure counts as one: an error of the comparison itself must not read as "does not mix".
+    """
+
+    def tried(model: nn.Module, batch: Batch) -> Tensor:
+        try:
+            return loss(model, batch)
+        except Exception as error:
+            raise _NotTaken from error
+
+    try:
+        return _mixes(model, tried, batch, others, wherever_finite=True)
+    except _NotTaken:
+        return False
 
 
 def _mixes(model: nn.Module, loss: PerExampleLoss, batch: Batch, others: Batch, wherever_finite: bool = False) -> bool:
@@ -94,7 +108,7 @@ def _mixes(model: nn.Module, loss: PerExampleLoss, batch: Batch, others: Batch, 
 def _loss_alone(model: nn.Module, loss: PerExampleLoss, batch: Batch, i: int, may_fail: bool) -> Tensor:
     try:
         return held_fixed(loss, model, take(batch, slice(i, i + 1)))[0]
-    except Exception:
+    except _NotTaken:
         if not may_fail:
             raise
         return torch.full((), torch.nan, device=tensors_of(batch)[0].device)

@@ -31,6 +31,11 @@ SMALLEST_FACTOR = 2.0**-100
 SLACK = {"fp32": 0.0, "tf32": 2e-3, "bf16": 2e-2}
 
 
+def check_clipping(clipping: str) -> None:
+    if clipping not in CLIPPINGS:
+        raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
+
+
 def check_precision(precision: str) -> None:
     if precision not in SLACK:
         raise Refusal(f"unknown precision {precision!r}{nearest(str(precision), SLACK)}")

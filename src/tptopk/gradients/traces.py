@@ -9,6 +9,7 @@ import hashlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice, pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -57,15 +58,30 @@ def versions_of(model: nn.Module) -> list[tuple[Hashable, ...]]:
     return [*tensors, *numbers]
 
 
+@contextmanager
+def unchanged(model: nn.Module, doing: str) -> Iterator[None]:
+    """Fails if the model is changed meanwhile: that would carry data past the mechanism."""
+    before = versions_of(model)
+    yield
+    if versions_of(model) != before:
+        raise RuntimeError(
+            f"the model was changed while {doing}, which would carry data past the mechanism; nothing was released"
+        )
+
+
 def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict)) and depth < DEEP:
         items = value.values() if isinstance(value, dict) else value
-        if len(value) >= LONG and not any(isinstance(item, (Tensor, list, tuple, dict)) for item in islice(items, 10)):
-            return  # a vocabulary
+        if len(value) >= LONG and not any(_holds_tensors(item, depth + 1) for item in islice(items, 10)):
+            return  # a vocabulary, or pairs of one
         for item in items:
             yield from _tensors_in(item, depth + 1)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    return next(_tensors_in(value, depth), None) is not None
 
 
 def _same(before: Tensor, after: Tensor) -> bool:

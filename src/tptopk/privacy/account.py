@@ -71,7 +71,7 @@ def read_account(path: str | Path) -> Account:
     try:
         first = lines[0]
         if first["kind"] != "account" or first["format"] != FORMAT:
-            raise Refusal(f"{path} is no account that this version can read")
+            raise Refusal(f"{path} is not an account file that this version can read")
         if torn:
             raise Refusal(
                 f"the last line of {path} was never finished; a run may have begun on it. Look before you cut it off"
@@ -96,8 +96,7 @@ def charge_account(
     file = open_locked(Path(path), 0)
     try:
         account = read_account(path)
-        segments = [*besides, *(phase.segment for phase in (*plan.queries, *plan.phases))]
-        cost = accounting.renyi_cost(segments, account.order)
+        cost = accounting.renyi_cost([*besides, *plan.segments()], account.order)
         if cost > account.room:
             raise Refusal(
                 f"{path} has a budget of ε = {account.epsilon:g} at δ = {account.delta:g}, of which {account.epsilon_spent:.4g} is spent; this "

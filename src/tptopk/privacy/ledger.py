@@ -270,7 +270,7 @@ class Ledger:
             self._file = None
 
     def segments(self) -> list[Segment]:
-        return segments_of(self.plan, self.charged, self._charged_queries)
+        return self.plan.segments(self.charged, queries=self._charged_queries)
 
     def epsilon(self, *, delta: float | None = None, accountant: str | None = None) -> float:
         """ε of what has been charged so far. Reading it changes nothing."""
@@ -307,12 +307,6 @@ class Ledger:
             raise RuntimeError(f"{self.path} could not be written ({error}): nothing was drawn") from error
 
 
-def segments_of(plan: Plan, charged: Mapping[int, int], queries: bool) -> list[Segment]:
-    """What those steps of a plan's phases cost, and its queries where they were charged."""
-    spent = [plan.phases[i].segment._replace(steps=n) for i, n in sorted(charged.items()) if n]
-    return [q.segment for q in plan.queries if queries] + spent
-
-
 def _affordable(
     plan: Plan, lost: Mapping[int, int], taken: Mapping[int, int], account_order: float | None = None
 ) -> int | None:
@@ -329,14 +323,13 @@ def _affordable(
 
     def cost(steps: int) -> float:
         total = Counter(lost) + Counter(taken) + Counter(remaining[:steps])
-        return accounting.epsilon(segments_of(plan, total, True), plan.delta, plan.accountant)
+        return accounting.epsilon(plan.segments(total), plan.delta, plan.accountant)
 
     def paid(steps: int) -> bool:
         if account_order is None:
             return True
-        total = segments_of(plan, Counter(lost) + Counter(taken) + Counter(remaining[:steps]), True)
-        whole = [phase.segment for phase in (*plan.queries, *plan.phases)]
-        return accounting.renyi_cost(total, account_order) <= accounting.renyi_cost(whole, account_order)
+        total = plan.segments(Counter(lost) + Counter(taken) + Counter(remaining[:steps]))
+        return accounting.renyi_cost(total, account_order) <= accounting.renyi_cost(plan.segments(), account_order)
 
     low, high = 0, len(remaining) + 1  # `low` steps are within the budget or low is 0; `high` are not
     while high - low > 1:

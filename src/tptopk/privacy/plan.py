@@ -104,7 +104,7 @@ class Plan:
                     f"noise_multiplier is {phase.noise_multiplier} in a plan for {method.name}; it must be "
                     + ("above 0" if method.private else "0, with an infinite clip_norm")
                 )
-        if method.private and self.delta * self.dataset_size >= 1:
+        if self.delta_too_large:
             warnings.warn(
                 f"delta = {self.delta:g} is at or above 1/dataset_size = {1 / self.dataset_size:g}: such a guarantee allows "
                 "publishing a random record outright; choose delta well below it",
@@ -119,6 +119,21 @@ class Plan:
     @property
     def steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
+
+    @property
+    def sample_rate(self) -> float:
+        """The rate of every phase, for loops that sample at one rate throughout; refused where phases differ."""
+        rates = {phase.sample_rate for phase in self.phases}
+        if len(rates) > 1:
+            raise Refusal(
+                f"the plan's phases sample at {' and '.join(f'{rate:g}' for rate in sorted(rates))}; this loop samples at one rate"
+            )
+        return rates.pop()
+
+    @property
+    def delta_too_large(self) -> bool:
+        """Whether δ allows publishing a random record outright."""
+        return self.spec.private and self.delta * self.dataset_size >= 1
 
     def expected_batch_size(self, phase: Phase) -> float:
         """The public constant that every sum of this phase is divided by."""
@@ -140,8 +155,13 @@ class Plan:
             return math.inf
         delta = self.delta if delta is None else delta
         check_number("delta", delta, above=0, below=1)
-        segments = [phase.segment for phase in (*self.queries, *self.phases)]
-        return accounting.epsilon(segments, delta, accountant or self.accountant)
+        return accounting.epsilon(self.segments(), delta, accountant or self.accountant)
+
+    def segments(self, charged: Mapping[int, int] | None = None, *, queries: bool = True) -> list[Segment]:
+        """What an accountant composes: the queries, and all steps, or of each phase so many as `charged` says."""
+        counts = {index: phase.steps for index, phase in enumerate(self.phases)} if charged is None else charged
+        spent = [self.phases[index].segment._replace(steps=count) for index, count in sorted(counts.items()) if count]
+        return [*(query.segment for query in self.queries if queries), *spent]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; an infinite clip norm is written as null."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tptopk.privacy import accounting
@@ -89,14 +89,8 @@ def _filed(plan: Plan, facts: Facts) -> list[str]:
     ]
 
 
-def delta_too_large(plan: Plan) -> bool:
-    """Whether δ allows publishing a random record outright."""
-    return plan.spec.private and plan.delta * plan.dataset_size >= 1
-
-
 def charged_segments(plan: Plan, facts: Facts) -> list[Segment]:
-    charged = [p.segment._replace(steps=n) for p, n in zip(plan.phases, facts.charged_steps, strict=True) if n]
-    return [*(q.segment for q in plan.queries), *charged]
+    return plan.segments(dict(enumerate(facts.charged_steps)))
 
 
 def facts_of(
@@ -134,7 +128,7 @@ def facts_of(
     if not plan.spec.private:
         return facts
     epsilon = accounting.epsilon(charged_segments(plan, facts), plan.delta, plan.accountant)
-    return Facts(**{**vars(facts), "epsilon": epsilon})
+    return replace(facts, epsilon=epsilon)
 
 
 def _taken(record: LedgerRecord) -> list[int] | None:
@@ -204,7 +198,7 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
             "steps that were charged. That it ended, and how, may depend on the data and is not covered.",
             "",
         ]
-    if delta_too_large(plan):
+    if plan.delta_too_large:
         lines += [
             f"**δ = {plan.delta:g} is too large**: at or above 1/N it allows publishing a random record outright.",
             "",

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from tptopk.privacy import accounting
 from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
-from tptopk.privacy.statement import delta_too_large, statement
+from tptopk.privacy.statement import statement
 from tptopk.supports.advice import Advice, Candidate, advise
 from tptopk.supports.scores import SCORES
 from tptopk.supports.support import Support
@@ -83,7 +84,7 @@ class Sheet:
 
     @property
     def delta_too_large(self) -> bool:
-        return self.plan is not None and delta_too_large(self.plan)
+        return self.plan is not None and self.plan.delta_too_large
 
     @property
     def told(self) -> dict[str, str]:
@@ -198,15 +199,11 @@ def _spent(record: LedgerRecord) -> list[tuple[int, float]]:
 
 def _first(plan: Plan, charges: Iterable[tuple[int, int]], steps: int) -> list[accounting.Segment]:
     """The queries and the first so many steps."""
-    counts = [0] * len(plan.phases)
+    counts = Counter[int]()
     for phase, count in charges:
-        taken = min(count, steps)
-        counts[phase] += taken
-        steps -= taken
-        if not steps:
-            break
-    own = [phase.segment._replace(steps=count) for phase, count in zip(plan.phases, counts, strict=True)]
-    return [*(query.segment for query in plan.queries), *own]
+        counts[phase] += min(count, steps)
+        steps -= min(count, steps)
+    return plan.segments(counts)
 
 
 def _advice(

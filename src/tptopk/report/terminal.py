@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, stdev
 from types import TracebackType
@@ -69,11 +70,11 @@ class TrainingProgress:
 
     def _first(self, steps: int) -> list[accounting.Segment]:
         """The plan's queries and its first so many steps."""
-        segments = [query.segment for query in self._plan.queries]
-        for phase in self._plan.phases:
-            segments.append(phase.segment._replace(steps=min(phase.steps, steps)))
-            steps -= segments[-1].steps
-        return segments
+        counts = Counter[int]()
+        for index, phase in enumerate(self._plan.phases):
+            counts[index] = min(phase.steps, steps)
+            steps -= counts[index]
+        return self._plan.segments(counts)
 
 
 def print_run(run: Run, console: Console) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, checked_losses
-from tptopk.gradients.traces import versions_of
+from tptopk.gradients.traces import unchanged
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_number
@@ -105,20 +105,23 @@ class Annealer:
 
     def _losses(self, batch: Batch) -> Tensor:
         """In the mode that was tried out before the run, and leaving no trace in the model, as there."""
-        untouched = versions_of(self._model)
-        losses = checked_losses(self._loss, self._model, batch)
-        if versions_of(self._model) != untouched:
-            raise RuntimeError("a tensor of the model was changed while losses were computed; nothing was released")
-        return losses
+        with unchanged(self._model, "losses were computed"):
+            return checked_losses(self._loss, self._model, batch)
 
     def _put(self, weights: list[Tensor]) -> None:
         for parameter, value in zip(trainable(self._model).values(), weights, strict=True):
             parameter.copy_(value)
 
 
-def refuse_unasked(plan: Plan) -> None:
-    """Refuse a plan without annealing that pays for annealing's queries."""
-    if any(query.name == NAME for query in plan.queries):
+def check_annealing(annealing: Annealing | None, plan: Plan, processes: int, resume: bool) -> None:
+    """Refuse annealing that the plan does not pay for, or that nothing would ask, or that cannot be done."""
+    if annealing is not None:
+        query_of(annealing, plan)
+        if processes > 1:
+            raise Refusal("annealing asks one process's records; train it in one process")
+        if resume:
+            raise Refusal("a run with annealing cannot be resumed: what its queries said is lost")
+    elif any(query.name == NAME for query in plan.queries):
         raise Refusal(
             "the plan pays for each step's change in loss, and nothing would ask it: give fit annealing=Annealing(…), or "
             "Plan.calibrate no queries"

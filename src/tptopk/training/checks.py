@@ -21,6 +21,7 @@ from tptopk.training.evaluation import StrangeLabels, evaluate, refuse_strange_l
 from tptopk.training.sampling import Collate, Records
 
 USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of what is free
+MOST_EXAMPLES = {"cpu": 512, "cuda": 65536}  # of one physical batch, unless asked for
 
 
 def check_test_set(
@@ -66,6 +67,11 @@ def check_rates(rates: Sequence[float] | None, plan: Plan, scheduler: LRSchedule
         raise Refusal(f"learning_rates has {len(rates)} values; the plan has {len(plan.phases)} phase(s)")
     for rate in rates:
         check_number("learning rate", rate, above=0)
+
+
+def check_seed(seed: int | None) -> None:
+    if seed is not None and not (isinstance(seed, int) and abs(seed) < 2**63):
+        raise Refusal(f"seed is {seed!r}; it must be a whole number of at most 63 bits")
 
 
 def check_length(records: Records, plan: Plan) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tptopk.gradients.clipping import ClippedSum, clipped_sum, split, zero_sum
 from tptopk.gradients.examples import Batch, batch_length, take
 from tptopk.gradients.graphs import FixedShapes
-from tptopk.gradients.traces import versions_of
+from tptopk.gradients.traces import unchanged
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Plan
@@ -52,7 +52,6 @@ class Mechanism:
         engine: str = "capture",
         *,
         precision: str = "fp32",
-        memory_limit: int | None = None,
         replay: bool = False,
         compiled: bool = False,
         clipping: str = "flat",
@@ -63,13 +62,12 @@ class Mechanism:
         self._clipping = clipping
         self._model, self._loss, self._engine = model, loss, engine
         self._plan, self._ledger, self._streams = plan, ledger, streams
-        self._precision, self._memory_limit = precision, memory_limit
+        self._precision = precision
         self._fixed = None
         if engine == "capture" and (replay or compiled):
             self._fixed = FixedShapes(
-                model, loss, precision=precision, memory_limit=memory_limit, compiled=compiled, clipping=clipping,
-                patience=patience,
-            )  # fmt: skip
+                model, loss, precision=precision, compiled=compiled, clipping=clipping, patience=patience
+            )
         self._most_examples: int | None = None  # that fitted into memory, once more did not
 
     def private_gradient(self, batches: Iterable[Batch], support: Support, phase: int, step: int) -> PrivateGradient:
@@ -115,23 +113,17 @@ class Mechanism:
         found = self._fixed.clipped_sum(batch, support, clip_norm) if self._fixed is not None else None
         if found is not None:
             return found
-        untouched = versions_of(self._model)
-        found = clipped_sum(
-            self._model,
-            self._loss,
-            batch,
-            support,
-            clip_norm,
-            engine=self._engine,
-            precision=self._precision,
-            memory_limit=self._memory_limit,
-            clipping=self._clipping,
-        )
-        if versions_of(self._model) != untouched:
-            raise RuntimeError(
-                "a tensor of the model was changed while gradients were computed, which would carry data past the mechanism; nothing was released"
+        with unchanged(self._model, "gradients were computed"):
+            return clipped_sum(
+                self._model,
+                self._loss,
+                batch,
+                support,
+                clip_norm,
+                engine=self._engine,
+                precision=self._precision,
+                clipping=self._clipping,
             )
-        return found
 
     def query_clip_norm(self, index: int) -> float:
         return self._plan.queries[index].clip_norm

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -22,9 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tptopk.privacy import accounting
 from tptopk.privacy.gradient import PrivateGradient
-from tptopk.privacy.ledger import Ledger, segments_of, versions
+from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
@@ -34,6 +34,7 @@ from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.begun import how_to_resume, run_folder, what_instead
 from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_durably
+from tptopk.training.facts import facts_in
 from tptopk.training.metrics import JsonLines
 from tptopk.training.metrics import StepRecord as StepRecord
 
@@ -272,22 +273,17 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
             for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         ]
         facts = Facts(**summary["facts"])
-        epsilon = float("inf")
         if plan.spec.private:
             record = read_ledger(folder / "ledger.jsonl")
             if record.plan != plan:
                 raise Refusal(
                     f"plan.json of {folder} is not the plan in the ledger; `tptopk verify {folder}` says more"
                 )
-            epsilon = accounting.epsilon(
-                segments_of(record.plan, record.charged, record.queries), plan.delta, plan.accountant
-            )
-            charged = [record.charged[phase] for phase in range(len(record.plan.phases))]
-            facts = replace(facts, epsilon=epsilon, charged_steps=charged)
+            facts = facts_in(folder, record)
         run = Run(
             nn.Identity() if model is None else model,
             plan,
-            epsilon,
+            math.inf if facts.epsilon is None else facts.epsilon,
             support,
             history,
             summary["test"],
@@ -352,23 +348,3 @@ def load_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
             )
     model.load_state_dict(dict(weights), strict=False)
     model.eval()
-
-
-def ledger_facts(ledger: Ledger, *, seeded: bool, averaged: bool, status: str, generator: str) -> Facts:
-    """What the statement needs to know beside the plan: of this attempt, and of those before what their ledger says."""
-    phases = range(len(ledger.plan.phases))
-    return Facts(
-        epsilon=ledger.epsilon() if ledger.plan.spec.private else None,
-        charged_steps=[ledger.charged[i] for i in phases],
-        seeded=seeded or ledger.seeded,
-        test_metrics=False,
-        averaged=averaged,
-        status=status,
-        attempts=ledger.attempt,
-        taken_steps=[ledger.steps[i] for i in phases],
-        generator=ledger.generator or generator,
-        training_loss=ledger.training_loss,
-        versions=versions(),
-        described=ledger.described,
-        begun=ledger.begun,
-    )

@@ -133,10 +133,10 @@ class Records:
             return None
         record = self._dataset[0]
         alike, longer = _made_up_record(record, 1), _made_up_record(record, 1, stretch=3)
+        first = [_made_up_record(record, 0) for _ in range(2)]  # one for each call: a collate may take records apart
         try:
-            short, long = (
-                self._collate_by_the_same_chance([_made_up_record(record, 0), other]) for other in (alike, longer)
-            )
+            short = self._collate_by_the_same_chance([first[0], alike])
+            long = self._collate_by_the_same_chance([first[1], longer])
         except Exception:  # records of different lengths cannot be put together at all: none can lengthen another
             return None
         same = [t.shape for t in tensors_of(short)] == [t.shape for t in tensors_of(long)]

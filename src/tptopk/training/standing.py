@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tptopk.privacy.account import charge_account, has_paid
-from tptopk.privacy.ledger import Ledger, segments_of
+from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
@@ -129,7 +129,7 @@ def resumed(
     if account is not None and not has_paid(
         account, record.payment
     ):  # pays late, and for what was charged until now too
-        payment, besides = secrets.token_hex(8), segments_of(plan, record.charged, record.queries)
+        payment, besides = secrets.token_hex(8), plan.segments(record.charged, queries=record.queries)
         order = charge_account(account, plan, str(folder), payment, besides).order
         paid = {"account_order": order, "payment": payment}
     return Ledger.resume(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 import warnings
@@ -17,37 +16,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from tptopk.gradients.examples import MeanOverRows, per_example
-from tptopk.gradients.memory import parse_bytes
-from tptopk.gradients.precision import CLIPPINGS, check_precision
-from tptopk.gradients.probe import choose_engine, refuse_unsuitable
-from tptopk.privacy.account import charge_account, read_account
-from tptopk.privacy.description import describe
+from tptopk.gradients.precision import check_clipping, check_precision
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.oracle import refuse_oracles
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
-from tptopk.privacy.refusal import Refusal, check_count, nearest, refuse_unknown_keywords
+from tptopk.privacy.refusal import Refusal, check_count, refuse_unknown_keywords
 from tptopk.supports.policies import RatioSchedule, SupportPolicy
 from tptopk.supports.support import Support
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.annealing import Annealer, Annealing, query_of, refuse_unasked
-from tptopk.training.checks import check_length, check_rates, check_test_set, largest_batch, settle_device
+from tptopk.training.annealing import Annealer, Annealing, check_annealing
+from tptopk.training.checks import check_length, check_rates, check_seed, check_test_set, settle_device
 from tptopk.training.distributed import Team
 from tptopk.training.evaluation import evaluate
+from tptopk.training.facts import facts_of_ledger
 from tptopk.training.loop import Loop
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.metrics import Metrics, StepRecord, metrics_of
-from tptopk.training.rows import RowRecords, Views
-from tptopk.training.run import Run, RunFolder, ledger_facts, refuse_another_schema
-from tptopk.training.sampling import Collate, PoissonSampler, Records, micro_batches
+from tptopk.training.opening import opened
+from tptopk.training.preparing import records_and_losses, settled
+from tptopk.training.rows import Views
+from tptopk.training.run import Run
+from tptopk.training.sampling import Collate, PoissonSampler
 from tptopk.training.standardize import Standardize, check_queries, holds_queries
-from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow, resumed
+from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow
 from tptopk.training.trained import TRAINED
 from tptopk.training.updates import WeightAverage, check_optimizer
-
-MOST_EXAMPLES = {"cpu": 512, "cuda": 65536}  # of one physical batch, unless asked for
 
 
 @refuse_unknown_keywords
@@ -134,122 +129,61 @@ def fit(
     refuse_oracles(locals())
     team = Team()
     with team.together():
-        if (unit is None) != (plan.unit == "record"):
-            raise Refusal(
-                f"the plan protects one {plan.unit}; "
-                + ("give unit=, an id for each record" if unit is None else "say Plan.calibrate(unit=…)")
-            )
-        records = Records(train_set, collate)
-        if views is not None or unit is not None or most_rows is not None:
-            records.refuse_mixing_collate()
-            records = RowRecords(train_set, collate, views, unit, most_rows)
-            records.refuse_mixing_views()
-        losses = per_example(loss) if type(records) is Records else MeanOverRows(loss)
+        records, losses = records_and_losses(train_set, collate, loss, plan, views, unit, most_rows)
         check_length(records, plan)
         device = settle_device(model, device)
         check_optimizer(optimizer, model)
-        if seed is not None and not (isinstance(seed, int) and abs(seed) < 2**63):
-            raise Refusal(f"seed is {seed!r}; it must be a whole number of at most 63 bits")
+        check_seed(seed)
         check_rates(learning_rates, plan, scheduler)
         check_precision(precision)
-        if clipping not in CLIPPINGS:
-            raise Refusal(f"unknown clipping {clipping!r}{nearest(str(clipping), CLIPPINGS)}")
+        check_clipping(clipping)
         check_queries(standardize, plan, model, records, device, resume)
-        if annealing is None:
-            refuse_unasked(plan)
-        else:
-            query_of(annealing, plan)
-            if team.size > 1:
-                raise Refusal("annealing asks one process's records; train it in one process")
-            if resume:
-                raise Refusal("a run with annealing cannot be resumed: what its queries said is lost")
+        check_annealing(annealing, plan, team.size, resume)
         metrics = metrics_of(on_step) if team.is_first else None
         if micro_batch_size is not None:
             check_count("micro_batch_size", micro_batch_size)
-        limit = parse_bytes(memory_limit) if memory_limit is not None else None
         model.train()
-        records.refuse_mixing_collate()
-        one = next(micro_batches(records, torch.zeros(1, dtype=torch.long), 1, device))
-        if plan.spec.private:
-            engine = choose_engine(model, losses, one, engine)
-            records.refuse_mixing_by_length(model, per_example(loss), device)
-            if math.isinf(plan.epsilon()):
-                raise Refusal("the plan's noise is so small that its ε is infinite")
-            if micro_batch_size is None or limit is not None:
-                fits = largest_batch(model, losses, one, plan, engine, precision, limit)
-                micro_batch_size = min(fits, micro_batch_size or MOST_EXAMPLES.get(device.type, 512))
-        else:
-            refuse_unsuitable(model)
-            warnings.warn(
-                "method 'non-private': no clipping, no noise. This model is NOT private", PrivacyWarning, stacklevel=3
-            )
-            engine = "ordinary"
+        computing = settled(
+            model, records, losses, loss, plan, device,
+            engine=engine, precision=precision, micro_batch_size=micro_batch_size, memory_limit=memory_limit,
+        )  # fmt: skip
         if test_set is not None:
             check_test_set(model, test_set, loss, collate, device)
         if plan.spec.private and model in TRAINED:
             warnings.warn(
-                "this model was trained privately before in this process: its weights carry that run's cost, which this run's ε does "
-                "not count",
+                "this model was trained before in this process: its weights carry what that run cost, which this run's ε does not "
+                "count",
                 PrivacyWarning,
                 stacklevel=3,
             )
     with team.together():
         team.refuse_other_plans(plan)
     team.equal_models(model)
-    everything = Support.full(model)
-    streams = Streams(run=secrets.token_hex(8), seed=seed, secure=secure_noise)
-    public = streams  # which coordinates are drawn at random depends on no data and need not be secret
-    if team.size > 1 and seed is None:
-        public = Streams(run="", seed=team.number(secrets.randbits(62)))
-    policy = SupportPolicy(plan, everything, lambda n: public.numpy("support", n), score, ratio_schedule)
     average = WeightAverage(model, ema) if ema is not None else None
     if resume and out is None:
         raise Refusal("resume=True needs out=, the folder of the run")
     if checkpoint_every is not None:
         check_count("checkpoint_every", checkpoint_every)
     check_scheduler_can_be_saved(scheduler, out)
+    shared = team.number(secrets.randbits(62)) if seed is None and team.size > 1 else seed
+    public = Streams(
+        run="", seed=shared
+    )  # which coordinates are drawn at random depends on no data and need not be secret
+    policy = SupportPolicy(plan, Support.full(model), lambda n: public.numpy("support", n), score, ratio_schedule)
     warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)
     folder = None
-    described = describe(out, model, config or {}, schema)
     with team.together():
         if team.is_first:
-            if resume and out is not None:
-                refuse_another_schema(out, schema)
-                ledger = resumed(
-                    Path(out),
-                    plan,
-                    standing,
-                    account=account,
-                    seeded=seed is not None,
-                    from_start=standardize is None and not holds_queries(plan),
-                    described=described,
-                    generator=streams.name,
-                )
-                streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure_noise)
-            payment = secrets.token_hex(8)
-            pay = None if account is None or resume else partial(charge_account, account, plan, payment=payment)
-            if out is not None:
-                folder = RunFolder(out, model, plan, config or {}, resume=resume, pay=pay, schema=schema)
-            elif pay is not None:
-                pay("")
-            if not resume:
-                order = None if account is None else read_account(account).order
-                path = folder.ledger if folder else None
-                ledger = Ledger(
-                    plan,
-                    path,
-                    seeded=seed is not None,
-                    account_order=order,
-                    payment=payment,
-                    described=described,
-                    generator=streams.name,
-                )
+            ledger, folder, streams = opened(
+                model, plan, standing, out=out, resume=resume, from_start=standardize is None and not holds_queries(plan),
+                account=account, seed=seed, secure=secure_noise, config=config or {}, schema=schema,
+            )  # fmt: skip
     with team.together():
         if not team.is_first:
             if resume and out is not None:
                 follow(Path(out), standing)
-            ledger = Ledger(plan)
+            ledger, streams = Ledger(plan), Streams(run=secrets.token_hex(8), seed=seed, secure=secure_noise)
     ledger.count_along(team)
     every = checkpoint_every or max(1, plan.steps // 20)
     mechanism = Mechanism(
@@ -258,7 +192,7 @@ def fit(
         plan,
         ledger,
         streams,
-        engine,
+        computing.engine,
         precision=precision,
         replay=cuda_graphs and device.type == "cuda",
         compiled=compile,
@@ -283,15 +217,13 @@ def fit(
         ledger.charge_queries()
         if standardize is not None and not resume:
             if team.is_first:
-                standardize.ask(records, mechanism if plan.spec.private else None, micro_batch_size or 512, device)
+                standardize.ask(records, mechanism if plan.spec.private else None, computing.most, device)
             team.equal_models(model)
             if folder:
                 standing.save(folder.path, ledger)  # what was asked is not asked again
         annealer = None
         if annealing is not None:
-            annealer = Annealer(
-                annealing, model, losses, records, plan, mechanism, streams, micro_batch_size or 512, device
-            )
+            annealer = Annealer(annealing, model, losses, records, plan, mechanism, streams, computing.most, device)
         shown: list[Callable[[PrivateGradient], object]] = []
         if folder and warmup:
             shown.append(partial(folder.take_in, warmup))
@@ -299,7 +231,7 @@ def fit(
             shown.append(on_private_gradient)
         Loop(
             model=model, plan=plan, ledger=ledger, records=records, losses=losses, optimizer=optimizer, scheduler=scheduler,
-            learning_rates=learning_rates, precision=precision, micro_batch_size=micro_batch_size or 512, device=device,
+            learning_rates=learning_rates, precision=precision, micro_batch_size=computing.most, device=device,
             team=team, mechanism=mechanism, sampler=PoissonSampler(plan.dataset_size, streams), policy=policy,
             average=average, annealer=annealer, shown=shown, after_step=after_step,
         ).run()  # fmt: skip
@@ -319,7 +251,7 @@ def fit(
         if average is not None and history:
             average.write_to_model()
         model.eval()
-        facts = ledger_facts(
+        facts = facts_of_ledger(
             ledger, seeded=seed is not None, averaged=average is not None, status=status, generator=streams.name
         )
         run = Run(
@@ -332,7 +264,7 @@ def fit(
             facts,
             status,
             time.monotonic() - started,
-            engine,
+            computing.engine,
             folder.path if folder else None,
             dict(config or {}),
         )

@@ -15,11 +15,12 @@ from tptopk.privacy.accounting import Segment, round_up
 from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
-from tptopk.privacy.statement import Facts, charged_segments, facts_of, statement
+from tptopk.privacy.statement import Facts, charged_segments, statement
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.begun import how_to_resume, run_folder
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
+from tptopk.training.facts import facts_in, facts_in_run_json
 from tptopk.training.run import SCHEMA
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
@@ -120,26 +121,6 @@ def warmup_in(path: str | Path) -> WarmUp:
     return found
 
 
-def facts_in(folder: Path, record: LedgerRecord) -> Facts:
-    """What a run's ledger says, and, of what changes no figure, what its run.json does."""
-    described = described_in(folder)
-    return facts_of(
-        record,
-        test_metrics=bool(described.get("test_metrics")),
-        averaged=bool(described.get("averaged")),
-        generator="chacha20" if described.get("generator") == "chacha20" else "philox",
-        training_loss=bool(described.get("training_loss")),
-    )
-
-
-def described_in(folder: Path) -> dict[str, object]:
-    """The facts that a run.json holds; none where it cannot be read."""
-    try:
-        return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")).get("facts", {}))
-    except (OSError, ValueError, AttributeError, TypeError):
-        return {}
-
-
 def _recompute(plan: Plan, facts: Facts, verdict: Verdict) -> None:
     if not plan.spec.private:
         verdict.add("privacy", False, "the method is 'non-private': there is no guarantee to verify")
@@ -217,7 +198,7 @@ def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
 def _check_statement(record: LedgerRecord, folder: Path, facts: Facts, verdict: Verdict) -> None:
     if record.end is None:
         return
-    described = described_in(folder)
+    described = facts_in_run_json(folder)
     stated = described.get("epsilon")
     if record.plan.spec.private:
         ok = isinstance(stated, (int, float)) and facts.epsilon is not None and stated >= facts.epsilon * (1 - 1e-6)

@@ -22,12 +22,12 @@ from tptopk.supports.policies import SupportPolicy
 from tptopk.supports.support import Support, trainable
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
+from tptopk.training.facts import facts_in_run_json, facts_of_ledger
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.metrics import StepRecord
-from tptopk.training.run import Run, RunFolder, ledger_facts
+from tptopk.training.run import Run, RunFolder
 from tptopk.training.standing import place_in_ledger, refuse_another_run
 from tptopk.training.updates import Updater
-from tptopk.training.verify import described_in
 
 FOLDER = "privacy"  # in the output folder, a run folder; in a checkpoint, what the next step needs of it
 
@@ -70,7 +70,9 @@ class TrainerSteps:
             self._folder = RunFolder(path, self.model, self.plan, config)
             self.ledger = Ledger(self.plan, self._folder.ledger, training_loss=training_loss, **said)
         else:
-            training_loss |= bool(described_in(path).get("training_loss"))  # measured when an earlier attempt was over
+            training_loss |= bool(
+                facts_in_run_json(path).get("training_loss")
+            )  # measured when an earlier attempt was over
             ledger = self._resumed(path, checkpoint, global_step, training_loss=training_loss, **said)
             try:
                 self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
@@ -186,7 +188,7 @@ class TrainerSteps:
         """Write down the end, whatever it was."""
         assert self.ledger is not None
         self.ledger.training_loss |= training_loss
-        facts = ledger_facts(self.ledger, seeded=False, averaged=False, status=status, generator=self._streams.name)
+        facts = facts_of_ledger(self.ledger, seeded=False, averaged=False, status=status, generator=self._streams.name)
         run = Run(
             self.model,
             self.plan,

@@ -33,11 +33,10 @@ from tptopk.integrations.opacus.loader import CollateOrEmpty
 from tptopk.integrations.opacus.optimizer import PrivateOptimizer
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, nearest
-from tptopk.training.checks import check_length, largest_batch
+from tptopk.training.checks import MOST_EXAMPLES, check_length, largest_batch
 from tptopk.training.run import Run
 from tptopk.training.sampling import Records
 from tptopk.training.trained import TRAINED
-from tptopk.training.trainer import MOST_EXAMPLES
 from tptopk.training.updates import check_optimizer
 
 OF_PRIVATE_RECORDS = ("loss", "grad_norm", "train_loss")  # what Trainer logs of its training batches

@@ -23,7 +23,7 @@ from tptopk.models.fix import fix
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
 from tptopk.privacy.statement import statement
-from tptopk.training.run import ledger_facts
+from tptopk.training.facts import facts_of_ledger
 from tptopk.training.trained import TRAINED
 from tptopk.training.updates import check_optimizer
 
@@ -264,7 +264,7 @@ class PrivacyEngine:
             check_number("delta", delta, above=0, below=1)
             plan = replace(plan, delta=delta)
         whole = all(charged[i] >= p.steps for i, p in enumerate(plan.phases))
-        facts = ledger_facts(
+        facts = facts_of_ledger(
             steps.ledger,
             seeded=False,
             averaged=False,
