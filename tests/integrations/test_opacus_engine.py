@@ -49,6 +49,15 @@ def test_the_module_comes_back_as_it_was():
     assert model[0]._forward_hooks == {}  # layers are hooked for the length of a forward pass alone
 
 
+def test_a_model_that_was_pickled_when_its_hooks_were_in_another_file_still_loads():
+    _, model, _, _ = private()
+    for _ in range(2):  # and again when it is pickled once more
+        pickled = pickle.dumps(model, protocol=0)
+        assert b"opacus.door\n" in pickled
+        model = pickle.loads(pickled.replace(b"opacus.door\n", b"opacus.steps\n"))
+        assert model(torch.randn(3, 6)).shape == (3, 3)
+
+
 def test_a_bare_layer_trains_as_it_would_in_a_sequence(monkeypatch):
     monkeypatch.setattr(Streams, "normal", lambda self, shape, device, *place: torch.zeros(shape, device=device))
     torch.manual_seed(0)
