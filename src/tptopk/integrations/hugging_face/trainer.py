@@ -19,6 +19,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 from tptopk.gradients.clipping import ENGINES
 from tptopk.gradients.examples import Batch, take
 from tptopk.gradients.precision import check_precision
+from tptopk.integrations.empty_batches import CollateOrEmpty
 from tptopk.integrations.hugging_face.loader import AsDictionary, Draws, Fetch, Numbers, PoissonBatches
 from tptopk.integrations.hugging_face.losses import settled_loss
 from tptopk.integrations.hugging_face.refusals import (
@@ -28,9 +29,8 @@ from tptopk.integrations.hugging_face.refusals import (
     refuse_surroundings,
 )
 from tptopk.integrations.hugging_face.steps import FOLDER, TrainerSteps
-from tptopk.integrations.opacus.keywords import check_options, private_method
-from tptopk.integrations.opacus.loader import CollateOrEmpty
-from tptopk.integrations.opacus.optimizer import PrivateOptimizer
+from tptopk.integrations.methods import check_options, private_method
+from tptopk.integrations.optimizer import PrivateOptimizer
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, nearest
 from tptopk.training.checks import check_length, largest_batch

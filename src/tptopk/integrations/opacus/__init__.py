@@ -19,7 +19,8 @@ Losses and accuracies that the loop prints of its own batches are of private rec
 
 from tptopk.integrations.opacus.engine import PrivacyEngine
 from tptopk.integrations.opacus.loader import PoissonLoader
-from tptopk.integrations.opacus.optimizer import BatchMemoryManager, PrivateOptimizer
 from tptopk.integrations.opacus.validators import ModuleValidator
+from tptopk.integrations.opacus.virtual_batches import BatchMemoryManager
+from tptopk.integrations.optimizer import PrivateOptimizer
 
 __all__ = ["BatchMemoryManager", "ModuleValidator", "PoissonLoader", "PrivacyEngine", "PrivateOptimizer"]

@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from tptopk.gradients.capture import NotCaptured, claimed_modules
 from tptopk.gradients.probe import refuse_unsuitable
+from tptopk.integrations.empty_batches import CollateOrEmpty
+from tptopk.integrations.methods import check_options, private_method
 from tptopk.integrations.opacus import checkpoints
-from tptopk.integrations.opacus.keywords import check_keywords, check_options, for_each_phase, private_method
-from tptopk.integrations.opacus.loader import CollateOrEmpty, PoissonLoader, check_collate, check_loader
-from tptopk.integrations.opacus.optimizer import PrivateOptimizer
+from tptopk.integrations.opacus.keywords import check_keywords, for_each_phase
+from tptopk.integrations.opacus.loader import PoissonLoader, check_collate, check_loader
 from tptopk.integrations.opacus.steps import PrivateSteps
+from tptopk.integrations.optimizer import PrivateOptimizer
 from tptopk.models.fix import fix
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
