@@ -11,6 +11,7 @@ from tptopk.privacy.refusal import Refusal, check_number
 
 
 def check_keywords(
+    *,
     batch_first: bool,
     loss_reduction: str,
     poisson_sampling: bool,
