@@ -701,7 +701,7 @@ def test_what_a_collate_function_draws_is_secret_and_moves_no_generator():
     found, after = [], []
     for size in (20, 20, 5):
         fetch = loader.Fetch(
-            [torch.zeros(3)] * 20, lambda records: torch.stack(records) + torch.rand(3), loader.Draws(plan).streams
+            [torch.zeros(3)] * 20, lambda records: torch.stack(records) + torch.rand(3), loader.Samples(plan).streams
         )
         torch.manual_seed(42)
         found.append(fetch(list(range(size))))
@@ -709,7 +709,7 @@ def test_what_a_collate_function_draws_is_secret_and_moves_no_generator():
         assert not torch.equal(found[-1][:1], fetch([0])), "each batch has its own"
     assert not torch.equal(found[0], found[1])
     assert torch.equal(after[0], after[1]) and torch.equal(after[0], after[2])
-    assert pickle.loads(pickle.dumps(loader.Fetch([], list, loader.Draws(plan).streams)))._streams is None
+    assert pickle.loads(pickle.dumps(loader.Fetch([], list, loader.Samples(plan).streams)))._streams is None
 
 
 def test_generators_that_trainer_saves_do_not_depend_on_the_sample(tmp_path):
