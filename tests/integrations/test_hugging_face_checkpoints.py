@@ -117,7 +117,7 @@ def test_a_crash_loses_no_charge_and_no_noise_or_sample_is_drawn_again(tmp_path,
 def test_a_model_that_another_part_of_the_library_trained_is_refused(tmp_path):
     model = network()
     TRAINED.add(model)  # as fit and PrivacyEngine do
-    with pytest.raises(Refusal, match="its weights carry that cost"):
+    with pytest.raises(Refusal, match="its weights carry that run's cost"):
         private(tmp_path, model).train()
     own = private(tmp_path, args={"max_steps": 1})
     own.train()
@@ -136,7 +136,7 @@ def test_a_notebook_goes_on_with_the_same_trainer(tmp_path, monkeypatch):
     trainer = private(tmp_path, args={**SAVING, "save_steps": 5}, callbacks=[crash])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    with pytest.raises(Refusal, match="trained privately before"):
+    with pytest.raises(Refusal, match="this model was trained before"):
         trainer.train()
     crash._step = -1
     with pytest.warns(PrivacyWarning, match="dropped"):

@@ -57,7 +57,7 @@ def test_so_is_one_that_these_arguments_cannot_be_built_with_here(name, tmp_path
     ("given", "words"),
     [
         ({"method": "non-private"}, "not private"),
-        ({"warmup": 0.2}, "does not read"),
+        ({"warmup": 0.2}, "does not use"),
         ({"micro_batch_size": 0}, "micro_batch_size"),
         ({"engine": "captur"}, "did you mean 'capture'"),
         ({"train_dataset": None}, "no dataset"),

@@ -18,4 +18,4 @@ def private_method(name: str) -> Method:
 def check_options(spec: Method, **options: tuple[Any, bool]) -> None:
     for name, (value, read) in options.items():
         if value is not None and not read:
-            raise Refusal(f"{name} is given and {spec.name} does not read it; choose another method= or leave it out")
+            raise Refusal(f"{name} is given and {spec.name} does not use it; choose another method= or leave it out")

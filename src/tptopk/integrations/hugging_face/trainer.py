@@ -192,11 +192,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     ) -> TrainOutput:
         """As `Trainer.train`. Its `training_loss` is NaN unless `log_training_loss`, and its metrics say what was spent."""
         if trial is not None:
-            raise Refusal("trial: a search trains on the private records again and again, and this plan pays for once")
+            raise Refusal(
+                "trial: a search trains on the private records again and again, and this plan pays for one training"
+            )
         self._checkpoint = checkpoint_at(resume_from_checkpoint, self.args.output_dir)
         if self.model in TRAINED and self._checkpoint is None:
             raise Refusal(
-                "this model was trained privately before, and its weights carry that cost; give resume_from_checkpoint=, or build model and "
+                "this model was trained before, and its weights carry that run's cost; give resume_from_checkpoint=, or build model and "
                 "trainer anew"
             )
         self._steps, self.run = self._settled_steps(), None
