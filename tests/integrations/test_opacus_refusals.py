@@ -91,8 +91,8 @@ KEYWORDS = {
     "criterion": (nn.CrossEntropyLoss(reduction="sum"), "must agree"),
     "noise_multiplier": (0.0, "not private"),
     "method": ("tp-top", "did you mean 'tp-topk'"),
-    "active_ratio": (0.3, "dp-sgd does not read it"),
-    "warmup_steps": (5, "dp-sgd does not read it"),
+    "active_ratio": (0.3, "dp-sgd does not use it"),
+    "warmup_steps": (5, "dp-sgd does not use it"),
     "warmup": (0.3, "did you mean 'warmup_steps'"),
     "max_grad_norms": (1.0, "did you mean 'max_grad_norm'"),
     "grad_scaler": (None, "no gradient scaler"),
@@ -292,7 +292,7 @@ def test_a_module_that_fails_on_an_empty_batch_is_refused_where_one_may_come():
             return self.layer(x.view(len(x), -1))
 
     _, model, optimizer, loader = private(model=Viewed(), loader=DataLoader(records(), batch_size=2))
-    with pytest.raises(Refusal, match=r"fails on no example.*flatten\(1\)"):
+    with pytest.raises(Refusal, match=r"fails on a batch of zero examples.*flatten\(1\)"):
         for _ in range(20):
             train(model, optimizer, loader)
 

@@ -1,4 +1,4 @@
-"""The scikit-learn estimator: its conventions, and that nothing about the records leaks through preprocessing."""
+"""The scikit-learn estimator: its conventions, and that a fit says what it did."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import check_classifiers_train, parametrize_with_checks
 
+from tests.integrations.estimators import FAST, SECRET, declared, made
 from tptopk import PrivacyWarning, Refusal
-from tptopk.data.columns import Categories, Number, encode
 from tptopk.integrations.sklearn import TPTopKClassifier
 from tptopk.training.begun import how_to_resume
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.verify import verify
 
-FAST = {"accountant": "rdp", "epochs": 8, "batch_size": 0.5, "learning_rate": 0.5, "clip_norm": 1.0}
 undeclared = pytest.mark.filterwarnings("ignore:read from the data:tptopk.privacy.plan.PrivacyWarning")
 
 LESS_THAN_NOISE = {
@@ -48,18 +47,6 @@ def test_scikit_learn_checks_pass_where_they_make_sense(estimator, check):
 @undeclared
 def test_the_check_of_accuracy_passes_with_less_noise():
     check_classifiers_train("TPTopKClassifier", TPTopKClassifier(**FAST, bounds=(-3, 3), epsilon=100.0))
-
-
-def made(records: int = 60, seed: int = 0):
-    generator = np.random.default_rng(seed)
-    table = generator.uniform(-1, 1, (records, 3))
-    return table, np.where(table[:, 0] > 0, "yes", "no")
-
-
-def declared(**changes):
-    return TPTopKClassifier(
-        **{**FAST, "classes": ["no", "yes"], "dataset_size": 60, "bounds": (-1, 1), "random_state": 0, **changes}
-    )
 
 
 def test_a_run_is_within_its_budget_and_says_what_it_did():
@@ -105,44 +92,6 @@ def test_declared_classes_stand_even_if_no_record_has_them():
     estimator = declared(classes=["yes", "unknown", "no"]).fit(table, labels)
     assert estimator.classes_.tolist() == ["no", "unknown", "yes"]
     assert estimator.predict_proba(table).shape == (60, 3)
-
-
-def test_a_record_becomes_the_same_inputs_whatever_the_others_are():
-    columns = [Number(0, 0, 10, True), Categories.declared(1, ["f", "m"]), Categories.declared(2, 4)]
-    table = np.array([[5, "f", "a"], [20, "x", "b"], [None, None, None], [-3, "m", 1.0]], dtype=object)
-    together = encode(table, columns)
-    assert together[:, :5].tolist() == [[0, 0, 1, 0, 0], [1, 0, 0, 0, 1], [0, 1, 0, 0, 1], [-1, 0, 0, 1, 0]]
-    assert together[:, 5:].sum(1).tolist() == [1, 1, 1, 1]
-    for i in range(len(table)):
-        assert torch.equal(encode(table[i : i + 1], columns)[0], together[i])
-
-
-def test_the_hash_is_the_same_on_every_machine():
-    buckets = Categories.declared("city", 10)
-    words = np.array(["Athens", "Bern", "Delhi", 7, 7.0, "7"], dtype=object)
-    assert buckets.inputs(words).argmax(1).tolist() == [3, 5, 4, 5, 5, 5]
-
-
-def test_values_outside_their_bounds_are_clipped_in_silence():
-    table, labels = made()
-    far = np.where(np.abs(table) > 0.5, table * 1e6, table)
-    near = np.where(np.abs(table) > 0.5, np.sign(table) * 0.5, table)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        one, other = (declared(bounds=(-0.5, 0.5)).fit(x, labels) for x in (far, near))
-    assert np.array_equal(one.predict_proba(far), other.predict_proba(near))
-
-
-def test_bounds_that_were_forgotten_are_said_whatever_the_table_holds():
-    table, labels = made()
-    with pytest.warns(UserWarning, match="no bounds were given"):
-        forgotten = declared(bounds=None).fit(table, labels)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.simplefilter("ignore", PrivacyWarning)
-        given = declared(bounds=(-1, 1)).fit(table, labels)
-        declared(bounds=None, categories={0: ["a"], 1: ["b"], 2: ["c"]}).fit(table, labels)  # nothing to bound
-    assert np.array_equal(forgotten.predict_proba(table), given.predict_proba(table))
 
 
 def test_a_run_folder_can_be_verified_and_needs_what_it_states(tmp_path):
@@ -217,60 +166,6 @@ def test_a_run_is_not_resumed_on_columns_in_another_order_or_bounds_that_are_pri
         with pytest.raises(Refusal, match="other columns, or the same in another order"):
             declared(**{**settings, **changes}, resume=True).fit(named(order), labels)
     assert declared(**settings, resume=True).fit(named(names), labels).run_.facts.attempts == 2
-
-
-def test_bounds_may_be_a_pair_a_list_or_a_dictionary():
-    table, labels = made()
-    pairs = [(-1, 1), (-1, 1), (-1, 1)]
-    found = [
-        declared(bounds=bounds).fit(table, labels).predict_proba(table)
-        for bounds in ((-1, 1), pairs, np.array(pairs), dict(enumerate(pairs)))
-    ]
-    assert all(np.array_equal(found[0], other) for other in found[1:])
-    two = declared(bounds=[(-1, 1), (-1, 1)])  # two pairs are not one pair of pairs
-    with pytest.raises(Refusal, match="neither one pair nor 3 of them"):
-        two.fit(table, labels)
-
-
-SECRET = "Mme-Dupont"
-
-
-@pytest.mark.parametrize(
-    ("value", "changes", "message"),
-    [
-        (math.nan, {}, "column 1 contains NaN"),
-        (math.inf, {}, "column 1 contains NaN, infinite"),
-        (None, {}, "column 1 contains NaN"),
-        ("", {}, "column 1 contains NaN"),
-        ("NA", {}, "column 1 contains NaN"),
-        (SECRET, {}, "column 1 holds text"),
-        (SECRET, {"missing": True}, "column 1 holds text"),
-        ({SECRET: 1}, {"missing": True}, "column 1 every argument must be"),
-    ],
-)
-def test_bad_tables_are_refused_without_the_value_or_the_record(value, changes, message):
-    table, labels = made()
-    for place in (0, 37):
-        bad = table.astype(object)
-        bad[place, 1] = value
-        with pytest.raises(ValueError, match="numeric column|column 1") as refused:
-            declared(**changes).fit(bad, labels)
-        assert message in str(refused.value).replace("in the numeric ", "").replace("the numeric ", "")
-        assert SECRET not in str(refused.value) and "37" not in str(refused.value)
-        assert refused.value.__context__ is None and refused.value.__cause__ is None
-        fitted = declared(**changes).fit(table, labels)
-        with pytest.raises(ValueError, match="column 1"):
-            fitted.predict(bad)
-
-
-def test_missing_values_are_taken_where_declared():
-    table, labels = made()
-    for empty in (math.nan, None, "", "NA", math.inf):
-        holes = table.astype(object)
-        holes[::7, 1] = empty
-        fitted = declared(missing=True).fit(holes, labels)
-        assert np.isfinite(fitted.predict_proba(holes)).all()
-        assert fitted.run_.model[0].in_features == 6
 
 
 def test_a_label_that_is_no_class_is_refused_without_saying_it():
@@ -387,27 +282,6 @@ def test_optimizers_and_methods():
     with pytest.warns(PrivacyWarning, match="NOT private"):
         ordinary = declared(method="non-private", epochs=40).fit(table, labels)
     assert math.isinf(ordinary.epsilon_) and ordinary.score(table, labels) > 0.9
-
-
-def test_data_frames_are_read_by_their_names():
-    pandas = pytest.importorskip("pandas", reason="data frames need pandas")
-    table, labels = made()
-    frame = pandas.DataFrame({"age": 60 + 60 * table[:, 0], "sex": np.where(table[:, 1] > 0, "f", "m"), "site": 1})
-    frame["sex"] = frame["sex"].astype("category")
-    given = {"bounds": {"age": (0, 120)}, "categories": {"sex": ["f", "m"], "site": 5}}
-    fitted = declared(**given).fit(frame, pandas.Series(labels))
-    assert fitted.feature_names_in_.tolist() == ["age", "sex", "site"] and fitted.run_.model[0].in_features == 9
-    assert set(fitted.predict(frame)) <= {"no", "yes"}
-    with pytest.raises(ValueError, match="feature names"):
-        fitted.predict(frame.rename(columns={"age": "Age"}))
-    with pytest.raises(Refusal, match="did you mean 'age'"):
-        declared(**{**given, "bounds": {"agee": (0, 120)}}).fit(frame, labels)
-    with pytest.raises(Refusal, match="numeric column 'sex' holds text"):
-        declared(bounds=dict.fromkeys(frame, (0, 120))).fit(frame, labels)
-    holes = frame.assign(age=frame["age"].round().astype("Int64").where(frame.index % 9 > 0))
-    with pytest.raises(Refusal, match="column 'age' contains NaN"):
-        declared(**given).fit(holes, labels)
-    assert declared(**given, missing=True).fit(holes, labels).predict(holes).shape == (60,)
 
 
 def test_breast_cancer_is_learnt_with_bounds_that_were_not_read_from_it():

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from transformers import TrainingArguments
 
 from tptopk.gradients.examples import Batch
+from tptopk.integrations.empty_batches import CollateOrEmpty
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
@@ -28,7 +30,7 @@ class AsDictionary:
         return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-class Draws:
+class Samples:
     """Poisson samples by number, of one attempt at one run. No number is drawn twice, whoever asks."""
 
     def __init__(self, plan: Plan, *, secure_noise: bool = False) -> None:
@@ -36,7 +38,7 @@ class Draws:
         self._sampler = PoissonSampler(plan.dataset_size, self.streams)
         self._plan, self._next = plan, 0
 
-    def sample(self, number: int) -> tuple[Tensor, int]:
+    def numbered(self, number: int) -> tuple[Tensor, int]:
         """The sample of that number, or the next one that nobody has seen; and the number after it."""
         number = max(number, self._next)
         self._next = number + 1
@@ -88,9 +90,9 @@ class PoissonBatches(Sampler[list[int]]):
     the sample of its own number.
     """
 
-    def __init__(self, draws: Draws, dataset: Any, plan: Plan, taken: Callable[[], int]) -> None:
+    def __init__(self, samples: Samples, dataset: Any, plan: Plan, taken: Callable[[], int]) -> None:
         """`taken()`: how many steps of the plan have been taken."""
-        self._draws, self._dataset, self._plan, self._taken = draws, dataset, plan, taken
+        self._samples, self._dataset, self._plan, self._taken = samples, dataset, plan, taken
 
     def __len__(self) -> int:
         return self._plan.phases[0].steps_per_epoch
@@ -103,5 +105,27 @@ class PoissonBatches(Sampler[list[int]]):
                     f"the train_dataset had {self._plan.dataset_size} records and has {len(self._dataset)} now; its size is a public number "
                     "of the plan and must be right throughout"
                 )
-            chosen, number = self._draws.sample(number)
+            chosen, number = self._samples.numbered(number)
             yield chosen.tolist()
+
+
+def poisson_loader(
+    dataset: Any,
+    collate: CollateOrEmpty,
+    samples: Samples,
+    plan: Plan,
+    taken: Callable[[], int],
+    args: TrainingArguments,
+) -> DataLoader[Any]:
+    """A DataLoader of Poisson samples, with the workers and the memory that the arguments ask for."""
+    return DataLoader(
+        Numbers(dataset),
+        batch_sampler=PoissonBatches(samples, dataset, plan, taken),
+        collate_fn=Fetch(dataset, collate, samples.streams),
+        generator=torch.Generator().manual_seed(secrets.randbits(63)),  # of the workers' seeds
+        num_workers=args.dataloader_num_workers,
+        pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+        persistent_workers=args.dataloader_persistent_workers,
+        prefetch_factor=args.dataloader_prefetch_factor,
+        multiprocessing_context=args.dataloader_multiprocessing_context,
+    )

@@ -124,7 +124,7 @@ def settled_loss(
         if ".item()" not in str(refusal):
             raise
         raise Refusal(
-            f"{refusal}\nvmap cannot look into a mask: a model of transformers that was built with attn_implementation='eager' may not need to"
+            f"{refusal}\nvmap cannot look into an attention mask: build the model with attn_implementation='eager' and try again"
         ) from refusal
 
 

@@ -18,7 +18,7 @@ ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
         "PrivateTrainer, the records in memory at once",
     ),
     "max_grad_norm": (
-        (1.0, 0, None),  # its default is not told from a wish
+        (1.0, 0, None),  # an explicit 1.0 cannot be told from the default
         "it would clip what is already clipped and noised; leave it out, and give PrivateTrainer clip_norm=, which clips each example",
     ),
     "fp16": ((False,), _PRECISION),

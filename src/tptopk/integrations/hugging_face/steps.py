@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from transformers.trainer_utils import get_last_checkpoint
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, take
 from tptopk.privacy.description import describe
 from tptopk.privacy.ledger import BudgetSpent, Ledger
-from tptopk.privacy.plan import Plan
+from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy
@@ -184,6 +187,17 @@ class TrainerSteps:
         losses = [self.loss(self.model, part) for part in self.parts(batch)]
         return torch.cat(losses).mean() if losses else torch.zeros((), device=next(self.model.parameters()).device)
 
+    def warn_of_dropped(self) -> None:
+        """Of planned steps that lost ones took the budget of."""
+        dropped = self.plan.steps - self.taken
+        if self.steps_left < 1 and dropped:
+            warnings.warn(
+                f"the last {dropped} of {self.plan.steps} steps were dropped: with what was charged before, lost steps of earlier attempts "
+                "among it, they would cost more than the budget",
+                PrivacyWarning,
+                stacklevel=3,
+            )
+
     def close(self, status: str, config: Mapping[str, Any], *, test_metrics: bool, training_loss: bool) -> Run:
         """Write down the end, whatever it was."""
         assert self.ledger is not None
@@ -210,3 +224,13 @@ class TrainerSteps:
         """Of a run that is closed: in its statement and its run.json."""
         run.facts = replace(run.facts, training_loss=True)
         self._folder.describe(run)
+
+
+def checkpoint_at(given: object, output_dir: str) -> Path | None:
+    """What `resume_from_checkpoint` means: a folder, or True for the last checkpoint of the output folder."""
+    if given is None or given is False:
+        return None
+    found = get_last_checkpoint(output_dir) if given is True else given
+    if not isinstance(found, (str, os.PathLike)):
+        raise Refusal(f"{output_dir} holds no checkpoint to resume from")
+    return Path(found)

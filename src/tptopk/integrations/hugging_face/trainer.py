@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,25 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput
 
 from tptopk.gradients.clipping import ENGINES
 from tptopk.gradients.examples import Batch, take
 from tptopk.gradients.precision import check_precision
-from tptopk.integrations.hugging_face.loader import AsDictionary, Draws, Fetch, Numbers, PoissonBatches
+from tptopk.integrations.empty_batches import CollateOrEmpty
+from tptopk.integrations.hugging_face.callback import Along
+from tptopk.integrations.hugging_face.loader import AsDictionary, Samples, poisson_loader
 from tptopk.integrations.hugging_face.losses import settled_loss
+from tptopk.integrations.hugging_face.planning import planned
 from tptopk.integrations.hugging_face.refusals import (
     refuse_arguments,
     refuse_evaluation_on_training_records,
     refuse_losses_of_a_batch,
     refuse_surroundings,
 )
-from tptopk.integrations.hugging_face.steps import FOLDER, TrainerSteps
-from tptopk.integrations.opacus.keywords import check_options, private_method
-from tptopk.integrations.opacus.loader import CollateOrEmpty
-from tptopk.integrations.opacus.optimizer import PrivateOptimizer
-from tptopk.privacy.plan import Plan, PrivacyWarning
+from tptopk.integrations.hugging_face.steps import FOLDER, TrainerSteps, checkpoint_at
+from tptopk.integrations.methods import check_options, private_method
+from tptopk.integrations.optimizer import PrivateOptimizer
+from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, nearest
 from tptopk.training.checks import MOST_EXAMPLES, check_length, largest_batch
 from tptopk.training.run import Run
@@ -130,18 +131,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             self._get_collator_with_removed_columns(self.data_collator, description="training")
         )
         self._records = Records(self.train_dataset, self._collate)
-        given = {"active_ratio": active_ratio, "warmup": warmup, "warmup_budget": warmup_budget}
-        self.plan = Plan.calibrate(
-            method,
-            epsilon=target_epsilon,
-            delta=target_delta,
-            batch_size=args.per_device_train_batch_size,
-            dataset_size=self._declared(dataset_size),
-            steps=self._planned_steps(),
-            clip_norm=clip_norm,
-            accountant=accountant,
-            **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
-        )
+        self.plan = planned(
+            args, self._records, dataset_size, method, epsilon=target_epsilon, delta=target_delta, clip_norm=clip_norm,
+            accountant=accountant, active_ratio=active_ratio, warmup=warmup, warmup_budget=warmup_budget,
+        )  # fmt: skip
         check_length(self._records, self.plan)
         if log_training_loss:
             warnings.warn(
@@ -151,11 +144,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 stacklevel=2,
             )
         self.run: Run | None = None
-        self._draws = Draws(self.plan, secure_noise=secure_noise)
+        self._samples = Samples(self.plan, secure_noise=secure_noise)
         self._steps: TrainerSteps | None = None
         self._optimizer_of_last_training: object = None
         self._checkpoint: Path | None = None
-        self.add_callback(_Along(self))
+        self.add_callback(Along(self))
 
     @property
     def epsilon(self) -> float:
@@ -164,25 +157,6 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         return ledger.epsilon() if ledger is not None else 0.0
 
     # What is settled before anything is charged.
-
-    def _declared(self, size: int | None) -> int:
-        if size is not None:
-            check_count("dataset_size", size)
-            return size
-        warnings.warn(
-            f"dataset_size was left out, so the train_dataset was counted: that it has {len(self._records)} records is thereby declared public",
-            PrivacyWarning,
-            stacklevel=3,
-        )
-        return len(self._records)
-
-    def _planned_steps(self) -> int:
-        """As Trainer will count them, with an epoch of `Phase.steps_per_epoch`."""
-        if self.args.max_steps > 0:
-            return int(self.args.max_steps)
-        per_epoch = max(1, round(1 / (self.args.per_device_train_batch_size / max(1, len(self._records)))))
-        steps: int = math.ceil(self.args.num_train_epochs * per_epoch)
-        return steps
 
     def _one(self) -> Batch:
         return self._records.batch(torch.zeros(1, dtype=torch.long), self.args.device)
@@ -201,9 +175,10 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         if most is None:
             fits = largest_batch(self.model, loss, one, self.plan, engine, self._precision, None)
             most = min(fits, MOST_EXAMPLES.get(self.args.device.type, 512))
-        self._draws = Draws(self.plan, secure_noise=self._secure_noise)  # never the randomness of an earlier attempt
+        # never the randomness of an earlier attempt
+        self._samples = Samples(self.plan, secure_noise=self._secure_noise)
         return TrainerSteps(
-            self.model, loss, engine, self.plan, self._draws.streams, micro_batch_size=most, precision=self._precision
+            self.model, loss, engine, self.plan, self._samples.streams, micro_batch_size=most, precision=self._precision
         )
 
     # Training.
@@ -216,11 +191,13 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     ) -> TrainOutput:
         """As `Trainer.train`. Its `training_loss` is NaN unless `log_training_loss`, and its metrics say what was spent."""
         if trial is not None:
-            raise Refusal("trial: a search trains on the private records again and again, and this plan pays for once")
-        self._checkpoint = self._checkpoint_at(resume_from_checkpoint)
+            raise Refusal(
+                "trial: a search trains on the private records again and again, and this plan pays for one training"
+            )
+        self._checkpoint = checkpoint_at(resume_from_checkpoint, self.args.output_dir)
         if self.model in TRAINED and self._checkpoint is None:
             raise Refusal(
-                "this model was trained privately before, and its weights carry that cost; give resume_from_checkpoint=, or build model and "
+                "this model was trained before, and its weights carry that run's cost; give resume_from_checkpoint=, or build model and "
                 "trainer anew"
             )
         self._steps, self.run = self._settled_steps(), None
@@ -240,19 +217,11 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 self.run = self._steps.close(
                     status, self._config, test_metrics=self._has_evaluated, training_loss=self._loss_was_shown
                 )
-        self._warn_of_dropped_steps(self._steps)
+        self._steps.warn_of_dropped()
         if not self._log_training_loss:
             output = output._replace(training_loss=math.nan)
         output.metrics.update(epsilon=self.epsilon, delta=self.plan.delta)
         return output
-
-    def _checkpoint_at(self, given: object) -> Path | None:
-        if given is None or given is False:
-            return None
-        found = get_last_checkpoint(self.args.output_dir) if given is True else given
-        if not isinstance(found, (str, os.PathLike)):
-            raise Refusal(f"{self.args.output_dir} holds no checkpoint to resume from")
-        return Path(found)
 
     def _begin(self, max_steps: int, global_step: int) -> None:
         """Everything is built and nothing was drawn: open the ledger."""
@@ -277,20 +246,15 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Poisson samples of the train_dataset. It is not prepared by accelerate, which would share them out and even them up."""
-        plan, steps = self.plan, self._steps
+        steps = self._steps
         collate = CollateOrEmpty(self._collate, take(self._one(), slice(0, 0)))
-        return DataLoader(
-            Numbers(self.train_dataset),
-            batch_sampler=PoissonBatches(
-                self._draws, self.train_dataset, plan, lambda: steps.taken if steps is not None else 0
-            ),
-            collate_fn=Fetch(self.train_dataset, collate, self._draws.streams),
-            generator=torch.Generator().manual_seed(secrets.randbits(63)),  # of the workers' seeds
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            persistent_workers=self.args.dataloader_persistent_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+        return poisson_loader(
+            self.train_dataset,
+            collate,
+            self._samples,
+            self.plan,
+            taken=lambda: steps.taken if steps is not None else 0,
+            args=self.args,
         )
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
@@ -381,28 +345,3 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
     @property
     def _has_evaluated(self) -> bool:
         return any(name.startswith("eval_") for entry in self.state.log_history for name in entry)
-
-    def _warn_of_dropped_steps(self, steps: TrainerSteps) -> None:
-        dropped = self.plan.steps - steps.taken
-        if steps.steps_left < 1 and dropped:
-            warnings.warn(
-                f"the last {dropped} of {self.plan.steps} steps were dropped: with what was charged before, lost steps of earlier attempts "
-                "among it, they would cost more than the budget",
-                PrivacyWarning,
-                stacklevel=3,
-            )
-
-
-class _Along(TrainerCallback):  # type: ignore[misc]
-    """Opens the ledger when training begins, and ends it when no step is left that the budget pays for."""
-
-    def __init__(self, trainer: PrivateTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **others: Any) -> None:
-        self._trainer._begin(state.max_steps, state.global_step)
-
-    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **others: Any) -> None:
-        assert self._trainer._steps is not None
-        if self._trainer._steps.steps_left < 1:
-            control.should_training_stop = True

@@ -8,7 +8,7 @@
         max_grad_norm=1.0, method="tp-topk", active_ratio=0.4)
 
 The loop stays as it is: forward, backward, step. The module comes back as it went in, neither wrapped nor renamed; the
-warm-up ends and the support is chosen inside `optimizer.step()`. `steps` says what becomes of loops that do
+warm-up ends and the support is chosen inside `optimizer.step()`. `steps` and `recording` say what becomes of loops that do
 otherwise. Where this engine is stricter than Opacus it refuses before anything is charged.
 
 What cannot be seen from a backward pass is the loss: it must be the mean (or, with `loss_reduction="sum"`, the sum) over
@@ -19,7 +19,8 @@ Losses and accuracies that the loop prints of its own batches are of private rec
 
 from tptopk.integrations.opacus.engine import PrivacyEngine
 from tptopk.integrations.opacus.loader import PoissonLoader
-from tptopk.integrations.opacus.optimizer import BatchMemoryManager, PrivateOptimizer
 from tptopk.integrations.opacus.validators import ModuleValidator
+from tptopk.integrations.opacus.virtual_batches import BatchMemoryManager
+from tptopk.integrations.optimizer import PrivateOptimizer
 
 __all__ = ["BatchMemoryManager", "ModuleValidator", "PoissonLoader", "PrivacyEngine", "PrivateOptimizer"]

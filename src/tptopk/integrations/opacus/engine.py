@@ -14,46 +14,23 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from tptopk.gradients.capture import NotCaptured, claimed_modules
 from tptopk.gradients.probe import refuse_unsuitable
+from tptopk.integrations.empty_batches import CollateOrEmpty
+from tptopk.integrations.methods import check_options, private_method
 from tptopk.integrations.opacus import checkpoints
-from tptopk.integrations.opacus.keywords import check_keywords, check_options, for_each_phase, private_method
-from tptopk.integrations.opacus.loader import CollateOrEmpty, PoissonLoader, check_collate, check_loader
-from tptopk.integrations.opacus.optimizer import PrivateOptimizer
+from tptopk.integrations.opacus.accountant import Accountant
+from tptopk.integrations.opacus.keywords import check_keywords, for_each_phase
+from tptopk.integrations.opacus.loader import PoissonLoader, check_collate, check_loader
 from tptopk.integrations.opacus.steps import PrivateSteps
+from tptopk.integrations.optimizer import PrivateOptimizer
 from tptopk.models.fix import fix
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
-from tptopk.privacy.refusal import Refusal, check_count, check_number, nearest, refuse_unknown_keywords
+from tptopk.privacy.refusal import Refusal, check_count, check_number, refuse_unknown_keywords
 from tptopk.privacy.statement import statement
 from tptopk.training.facts import facts_of_ledger
 from tptopk.training.trained import TRAINED
 from tptopk.training.updates import check_optimizer
 
 MOST_EPOCHS = 10_000  # where a plan ends that was given no horizon
-ACCOUNTANTS = {"prv": "pld", "pld": "pld", "rdp": "rdp", "rdp-paper": "rdp-paper"}
-
-
-class Accountant:
-    """What has been charged, in the shape of an Opacus accountant. Reading changes nothing."""
-
-    def __init__(self, mechanism: str) -> None:
-        self._mechanism = mechanism
-        self.steps: PrivateSteps | None = None
-
-    @property
-    def history(self) -> list[tuple[float, float, int]]:
-        """(noise multiplier, sample rate, steps) for each phase charged so far."""
-        return (
-            [(s.noise_multiplier, s.sample_rate, s.steps) for s in self.steps.ledger.segments()] if self.steps else []
-        )
-
-    def get_epsilon(self, delta: float) -> float:
-        check_number("delta", delta, above=0, below=1)
-        return self.steps.ledger.epsilon(delta=delta) if self.steps else 0.0
-
-    def __len__(self) -> int:
-        return sum(steps for _, _, steps in self.history)
-
-    def mechanism(self) -> str:
-        return self._mechanism
 
 
 class PrivacyEngine:
@@ -69,10 +46,6 @@ class PrivacyEngine:
 
     @refuse_unknown_keywords
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        if accountant == "gdp":
-            raise Refusal("accountant='gdp' is an approximation that reports too small an ε; use 'prv' or 'rdp'")
-        if accountant not in ACCOUNTANTS:
-            raise Refusal(f"unknown accountant {accountant!r}{nearest(str(accountant), ACCOUNTANTS)}")
         self.secure_mode = secure_mode
         self.accountant = Accountant(accountant)
 
@@ -108,8 +81,9 @@ class PrivacyEngine:
         spec = private_method(method)
         check_options(spec, active_ratio=(active_ratio, spec.sparse), warmup_steps=(warmup_steps, spec.warmup))
         check_keywords(
-            batch_first, loss_reduction, poisson_sampling, clipping, noise_generator, grad_sample_mode, wrap_model,
-            rand_on_empty, criterion,
+            batch_first=batch_first, loss_reduction=loss_reduction, poisson_sampling=poisson_sampling, clipping=clipping,
+            noise_generator=noise_generator, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty, criterion=criterion,
         )  # fmt: skip
         check_loader(data_loader)
         counts = [MOST_EPOCHS * len(data_loader)]
@@ -137,7 +111,7 @@ class PrivacyEngine:
             delta=min(1e-5, 0.1 / size),
             dataset_size=size,
             method=method,
-            accountant=ACCOUNTANTS[self.accountant.mechanism()],
+            accountant=self.accountant.of_plans,
             active_ratio=(0.4 if active_ratio is None else active_ratio) if spec.sparse else 1.0,
         )
         return self._made_private(module, optimizer, data_loader, plan, clipping, loss_reduction)
@@ -180,8 +154,9 @@ class PrivacyEngine:
             warmup_budget=(warmup_budget, spec.warmup),
         )
         check_keywords(
-            batch_first, loss_reduction, poisson_sampling, clipping, noise_generator, grad_sample_mode, wrap_model,
-            rand_on_empty, criterion,
+            batch_first=batch_first, loss_reduction=loss_reduction, poisson_sampling=poisson_sampling, clipping=clipping,
+            noise_generator=noise_generator, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
+            rand_on_empty=rand_on_empty, criterion=criterion,
         )  # fmt: skip
         check_loader(data_loader)
         check_number("epochs", epochs, above=0)
@@ -194,7 +169,7 @@ class PrivacyEngine:
             dataset_size=len(data_loader),
             steps=max(1, round(epochs * len(data_loader))),
             clip_norm=for_each_phase("max_grad_norm", max_grad_norm, 2 if spec.warmup else 1),
-            accountant=ACCOUNTANTS[self.accountant.mechanism()],
+            accountant=self.accountant.of_plans,
             **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
         )
         plan = replace(plan, dataset_size=len(data_loader.dataset))  # type: ignore[arg-type]

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from tptopk.gradients.precision import CLIPPINGS
 from tptopk.integrations.opacus.criterion import check_criterion
-from tptopk.privacy.methods import Method, method_named
 from tptopk.privacy.refusal import Refusal, check_number
 
 
-def private_method(name: str) -> Method:
-    spec = method_named(name)
-    if not spec.private:
-        raise Refusal(f"method {name!r} is not private; train without an engine instead")
-    return spec
-
-
-def check_options(spec: Method, **options: tuple[Any, bool]) -> None:
-    for name, (value, read) in options.items():
-        if value is not None and not read:
-            raise Refusal(f"{name} is given and {spec.name} does not read it; choose another method= or leave it out")
-
-
 def check_keywords(
+    *,
     batch_first: bool,
     loss_reduction: str,
     poisson_sampling: bool,

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from tptopk.gradients.examples import Batch, refuse_foreign_leaves, tensors_of
+from tptopk.gradients.examples import Batch, refuse_foreign_leaves
+from tptopk.integrations.empty_batches import CollateOrEmpty
 from tptopk.privacy.refusal import Refusal, check_count
 from tptopk.training.sampling import Records
 
@@ -92,24 +93,6 @@ def check_collate(loader: DataLoader[Any]) -> Batch:
     one = records.fetch(torch.zeros(1, dtype=torch.long))
     refuse_foreign_leaves(one)
     return tree_map(lambda leaf: leaf[:0].clone() if isinstance(leaf, Tensor) else leaf, one)
-
-
-class CollateOrEmpty:
-    """The user's collate function; of no records, a batch of the same structure with no rows."""
-
-    def __init__(self, collate: Callable[[list[Any]], Batch], empty: Batch) -> None:
-        self._collate, self._empty = collate, empty
-
-    def __call__(self, records: list[Any]) -> Batch:
-        if not records:
-            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self._empty)
-        batch = self._collate(records)
-        if any(t.dim() == 0 or len(t) != len(records) for t in tensors_of(batch)):
-            raise Refusal(
-                f"the collate function made tensors of shapes {[tuple(t.shape) for t in tensors_of(batch)]} of {len(records)} "
-                "records; a record must stay one row, or it would count more than once"
-            )
-        return batch
 
 
 class _Parts(Sampler[list[int]]):

@@ -45,8 +45,8 @@ def probe(
                     losses(module, working_maker(module, losses, like)(0, 0))
             except Exception as error:
                 raise Refusal(
-                    f"a batch of so few records may be empty, and the module fails on no example: {type(error).__name__}: {error}. "
-                    "Let it take tensors of length 0 (flatten(1) instead of view(len(x), -1)), or enlarge batch_size"
+                    f"a batch of so few records may be empty, and the module fails on a batch of zero examples: {type(error).__name__}: "
+                    f"{error}. Let it take tensors of length 0 (flatten(1) instead of view(len(x), -1)), or enlarge batch_size"
                 ) from error
 
 

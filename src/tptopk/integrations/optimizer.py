@@ -1,4 +1,4 @@
-"""The optimizer that make_private returns, and virtual batches for it."""
+"""The user's optimizer, made private."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from tptopk.integrations.opacus.loader import PoissonLoader
 from tptopk.privacy.plan import Phase, Plan
-from tptopk.privacy.refusal import Refusal, refuse_unknown_keywords
+from tptopk.privacy.refusal import Refusal
 
 
 class Steps(Protocol):
@@ -79,24 +78,3 @@ class PrivateOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a private optimizer is not copied or pickled; save its state_dict()")
-
-
-class BatchMemoryManager:
-    """Samples in physical batches of at most `max_physical_batch_size` records; the optimizer steps after the last part."""
-
-    @refuse_unknown_keywords
-    def __init__(
-        self, *, data_loader: PoissonLoader, max_physical_batch_size: int, optimizer: PrivateOptimizer
-    ) -> None:
-        if not isinstance(data_loader, PoissonLoader) or not isinstance(optimizer, PrivateOptimizer):
-            raise Refusal("BatchMemoryManager takes the loader and the optimizer that make_private returned")
-        steps: object = optimizer._private_steps
-        if data_loader.draws is not steps:
-            raise Refusal("the loader and the optimizer are of two different trainings")
-        self._loader = data_loader.in_parts(max_physical_batch_size)
-
-    def __enter__(self) -> PoissonLoader:
-        return self._loader
-
-    def __exit__(self, *error: object) -> None:
-        return
