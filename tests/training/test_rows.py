@@ -162,8 +162,8 @@ def test_bad_views_and_units_are_refused():
         trained((x, y), plan(8, unit="patient"), unit=list(range(23)), most_rows=1)
     with pytest.raises(Refusal, match="patients and this one has 24"):
         trained((x, y), plan(8, unit="patient"), unit=list(range(24)), most_rows=1)
-    for ids in ([float("nan")] * 24, [None] * 24, torch.zeros(24, 1), [1.5] * 24):
-        with pytest.raises(Refusal, match="one whole number or one text"):
+    for ids in ([float("nan")] * 24, [None] * 24, torch.zeros(24, 1), [1.5] * 24, [1] * 23 + ["1"]):
+        with pytest.raises(Refusal, match="a whole number for each record, or a text for each"):
             trained((x, y), plan(8, unit="patient"), unit=ids, most_rows=1)
     for options in ({"unit": list(range(24))}, {"most_rows": 3}):
         with pytest.raises(Refusal, match="go together"):

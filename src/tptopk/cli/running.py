@@ -181,12 +181,12 @@ def train(
         network, table = settings.network(), settings.table()
         with image_progress() as on_image:
             training, test = settings.load_data(on_image)
-        canaries = None
-        if settings.audit_canaries is not None:
-            training, canaries = plant(training, settings.audit_canaries)
         seed_everything(seed)
         model = settings.build_model()
         refuse_unsuitable(model)
+        canaries = None
+        if settings.audit_canaries is not None:
+            training, canaries = plant(training, settings.audit_canaries, model)
         optimizer = settings.build_optimizer(model)
         unit = settings.load_unit()
         plan = resumed or by or calibrated(settings)
@@ -235,6 +235,8 @@ def check_first(settings: Settings, out: str | None, plan: Plan | None = None) -
         settings.check_numbers()
     if settings.audit_canaries is not None:
         check_count("audit_canaries", settings.audit_canaries)
+        if Team().size > 1:
+            raise Refusal("--audit-canaries plants records in one process; leave it out, or train without torchrun")
     if settings.account is not None:
         read_account(settings.account)
     Streams("", secure=settings.secure_noise)  # refuses where its package is missing

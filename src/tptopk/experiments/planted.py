@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tptopk.experiments.audit import Audit
@@ -36,18 +36,18 @@ class Planted:
     included: Tensor
 
 
-def plant(training: tuple[Tensor, Tensor], count: int) -> tuple[tuple[Tensor, Tensor], Planted]:
+def plant(training: tuple[Tensor, Tensor], count: int, model: nn.Module) -> tuple[tuple[Tensor, Tensor], Planted]:
     """The training set with `count` records planted after its own."""
     inputs, labels = training
     generator = torch.Generator()
     generator.seed()  # from the operating system: whoever knew the coins could not be fooled by them
-    made, targets, included = canary_records(inputs, labels, count, generator)
+    made, targets, included = canary_records(inputs, labels, model, count, generator)
     shown = torch.where(included, targets, NO_CLASS)
     return (torch.cat([inputs, made]), torch.cat([labels, shown])), Planted(made, targets, included)
 
 
 @torch.no_grad()
-def audit_planted(run: Run, planted: Planted, *, error_rate: float = 0.05) -> Audit:
+def audit_planted(run: Run, planted: Planted) -> Audit:
     """Guess which records were planted, by their loss under the released model; half of them, the surest ones."""
     device = next(run.model.parameters()).device
     losses = torch.cat(
@@ -62,31 +62,46 @@ def audit_planted(run: Run, planted: Planted, *, error_rate: float = 0.05) -> Au
         planted.included.numpy(),
         claimed=run.epsilon,
         delta=run.delta,
-        error_rate=error_rate,
         scores=scores,
         name=f"this run, {len(scores)} planted records",
     )
 
 
 def canary_records(
-    inputs: Tensor, labels: Tensor, count: int, generator: torch.Generator
+    inputs: Tensor, labels: Tensor, model: nn.Module, count: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`count` records to plant: uniformly random inputs and labels, and [count] fair coins that say which are included.
 
-    Inputs have the shape, the type and the range of those given (whole numbers, such as token ids, stay whole);
-    labels are drawn from 0 to the largest. Range and classes are read off the data: give data for which they are public.
+    Formal guarantees: of the records nothing but their shape and type is read. Were a range or a class taken from them, one
+    record would shape every canary, and would move the training by as many clipped gradients as there are canaries.
+    Inputs are drawn from [0, 1); whole numbers, such as token ids, from those that every embedding of the model has, or
+    from 0 and 1; labels from the model's outputs.
     """
     check_count("count", count)
-    if not len(inputs) or not len(labels):
-        raise Refusal("canaries need at least one record to be shaped after")
-    shape, low, high = (count, *inputs.shape[1:]), inputs.min(), inputs.max()
+    shape = (count, *inputs.shape[1:])
     if inputs.is_floating_point():
-        made = low + (high - low) * torch.rand(shape, generator=generator, dtype=inputs.dtype)
+        made = torch.rand(shape, generator=generator, dtype=inputs.dtype)
     else:
-        made = torch.randint(int(low), int(high) + 1, shape, generator=generator).to(inputs.dtype)
-    targets = torch.randint(0, int(labels.max()) + 1, (count, *labels.shape[1:]), generator=generator)
+        tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+        known = min((table.num_embeddings for table in tables), default=2)
+        made = torch.randint(0, known, shape, generator=generator).to(inputs.dtype)
+    targets = torch.randint(0, _classes(model, made[:1]), (count, *labels.shape[1:]), generator=generator)
     included = torch.rand(count, generator=generator) < 0.5
     return made, targets.to(labels.dtype), included
+
+
+@torch.no_grad()
+def _classes(model: nn.Module, one: Tensor) -> int:
+    """How many classes the model tells apart."""
+    modes = {module: module.training for module in model.modules()}
+    device = next(model.parameters()).device
+    try:
+        return int(model.eval()(one.to(device)).shape[1])
+    except Exception as error:
+        raise Refusal(f"the model failed on a made-up canary: {type(error).__name__}: {error}") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def guesses_by_rank(scores: ArrayLike, count: int) -> NDArray[np.int64]:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map
 
 from tptopk.privacy.refusal import Refusal
@@ -42,6 +43,11 @@ def refuse_foreign_leaves(batch: Batch) -> None:
 def take(batch: Batch, examples: slice | Tensor) -> Batch:
     """Some examples of a batch, in a batch of the same structure."""
     return tree_map(lambda leaf: leaf[examples] if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def beside(examples: Tensor, values: Tensor) -> Tensor:
+    """[B] as [B, 1, …, 1], to stand beside values [B, …]."""
+    return examples.view(-1, *[1] * (values.dim() - 1))
 
 
 def move(batch: Batch, device: torch.device) -> Batch:
@@ -94,7 +100,10 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
             target = torch.where(known, target, 0)
         if output.is_floating_point() and output.dim():  # a bad record, on whose output some losses raise: a zero, too
             bad = torch.isnan(output)[..., None].flatten(1).any(1)
-            output = torch.where(bad.view(-1, *[1] * (output.dim() - 1)), 0.5, output)
+            output = torch.where(beside(bad, output), 0.5, output)
+        bad_target = _bad_targets(loss, output, target)  # on which the loss would raise: a zero as well
+        if bad_target is not None:
+            target = torch.where(beside(bad_target, target), 0, target)
         losses = apply(output, target)
         without_classes = (*target.shape[:1], *target.shape[2:])
         if losses.shape not in (target.shape, without_classes):
@@ -104,9 +113,23 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
             )
         if known is not None:
             losses = torch.where(known, losses, 0.0)
+        if bad_target is not None:
+            losses = torch.where(beside(bad_target, losses), 0.0, losses)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     return on_pair
+
+
+def _bad_targets(loss: Callable[..., Tensor], output: Tensor, target: Tensor) -> Tensor | None:
+    """[B] the records whose targets this loss of torch's raises an error for; None if it raises none."""
+    plain = getattr(loss, "func", loss)  # of a partial
+    if plain is F.binary_cross_entropy or isinstance(loss, nn.BCELoss):
+        right = (target >= 0) & (target <= 1)  # neither holds of NaN
+    elif plain is F.multilabel_margin_loss or isinstance(loss, nn.MultiLabelMarginLoss):
+        right = (target >= -1) & (target < output.shape[-1])
+    else:
+        return None
+    return ~right[..., None].flatten(1).all(1)
 
 
 class MeanOverRows:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tptopk.gradients.examples import Batch, PerExampleLoss, checked_losses, move, take, tensors_of
+from tptopk.gradients.examples import Batch, PerExampleLoss, beside, checked_losses, move, take, tensors_of
 from tptopk.privacy.refusal import Refusal
 
 EXAMPLES = 8
@@ -99,8 +99,8 @@ def _mixes(model: nn.Module, loss: PerExampleLoss, batch: Batch, others: Batch, 
     here = held_fixed(loss, model, batch)
     for i in judged.nonzero().flatten().tolist()[: 2 if wherever_finite else EXAMPLES]:
         place = torch.arange(EXAMPLES, device=here.device) == i
-        beside = tree_map(lambda a, b: a if a is None else torch.where(_like(place, a), a, b), batch, others)  # noqa: B023
-        if not same(held_fixed(loss, model, beside)[i], here[i]):
+        replaced = tree_map(lambda a, b: a if a is None else torch.where(beside(place, a), a, b), batch, others)  # noqa: B023
+        if not same(held_fixed(loss, model, replaced)[i], here[i]):
             return True
     return False
 
@@ -122,7 +122,7 @@ def in_other_sizes(batch: Batch, unchanged: int = 0) -> list[Batch]:
     factors = torch.tensor([1.0 if n < unchanged else SIZES[n % len(SIZES)] for n in range(EXAMPLES)])
 
     def sized(leaf: Tensor) -> Tensor:
-        return leaf * _like(factors.to(leaf.device, leaf.real.dtype), leaf)
+        return leaf * beside(factors.to(leaf.device, leaf.real.dtype), leaf)
 
     return [tree_unflatten([sized(v) if n in changed else v for n, v in enumerate(leaves)], form) for changed in sets]
 
@@ -225,10 +225,6 @@ def _beginning(leaf: Tensor, generator: np.random.Generator) -> Tensor:
 
 def _partly(label: int, leaf: Tensor, generator: np.random.Generator) -> Tensor:
     return torch.where(_scattered(leaf, generator), torch.full_like(leaf, label), leaf)
-
-
-def _like(place: Tensor, leaf: Tensor) -> Tensor:
-    return place.view(-1, *[1] * (leaf.dim() - 1))
 
 
 def held_fixed(loss: PerExampleLoss, model: nn.Module, batch: Batch, seed: int = 0) -> Tensor:

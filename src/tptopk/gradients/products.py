@@ -37,6 +37,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from tptopk.gradients import kernels
 from tptopk.gradients.contributions import Budget, Dense, added_up, squared_norms_of
+from tptopk.gradients.examples import beside
 from tptopk.gradients.precision import in_two, may_round, scaled, to_tf32
 from tptopk.supports.support import Shifting, Support
 
@@ -312,7 +313,7 @@ class Products:
         else:
             g, x = self.g * weights[:, None, None], self.x.base
             if left_out is not None:
-                g, x = g.masked_fill(left_out[:, None, None], 0.0), x.masked_fill(_like(left_out, x), 0.0)
+                g, x = g.masked_fill(left_out[:, None, None], 0.0), x.masked_fill(beside(left_out, x), 0.0)
             parts = in_two(g) if may_round(g) else (g,)
             sums = (added_up(len(g), lambda piece: self._whole_sum(part[piece], x[piece])) for part in parts)  # noqa: B023
             total = torch.stack(list(sums)).sum(0)
@@ -362,7 +363,3 @@ def ghost(gg: Tensor, xx: Tensor) -> tuple[Tensor, Tensor]:
 def _in_range(squares: Tensor, g: Tensor, x: Tensor) -> Tensor:
     """Squared norms, infinite where a factor is of a size beside which float32 loses what is scaled to the clip."""
     return torch.where((g < LARGEST) & (x < LARGEST), squares, torch.inf)
-
-
-def _like(examples: Tensor, values: Tensor) -> Tensor:
-    return examples.view(-1, *[1] * (values.dim() - 1))

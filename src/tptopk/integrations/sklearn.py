@@ -246,9 +246,18 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             if not reset:
                 return check_array(X, dtype=None, ensure_all_finite=False, estimator=self), None
             return check_X_y(X, y, dtype=None, ensure_all_finite=False, estimator=self)  # type: ignore[no-any-return]
-        if not reset:
-            return validate_data(self, X, dtype=None, ensure_all_finite=False, reset=False), None
-        return validate_data(self, X, y, dtype=None, ensure_all_finite=False)  # type: ignore[no-any-return]
+        try:
+            if not reset:
+                return validate_data(self, X, dtype=None, ensure_all_finite=False, reset=False), None
+            return validate_data(self, X, y, dtype=None, ensure_all_finite=False)  # type: ignore[no-any-return]
+        except ValueError as error:
+            if "Expected 2D array" not in str(error):
+                raise
+        # what scikit-learn says of it quotes the values
+        raise Refusal(
+            "X is not a table of two dimensions, [records, columns]. Reshape your data: X.reshape(-1, 1) if it has one column, "
+            "X.reshape(1, -1) if it is one record"
+        )
 
     def _labels(self, y: Array) -> tuple[Array, Tensor]:
         """The classes, sorted, and each record's number among them."""

@@ -30,7 +30,7 @@ def describe(
     """Names, and the bounds that were declared of columns, from public settings: of a file its name, not where it lies."""
     found = {
         "run": "" if folder is None else PurePath(str(folder)).name,
-        "data": _file_name(config.get("data")),
+        "data": _file_name(config.get("data")) + _planted(config.get("audit_canaries")),
         "schema": _file_name(config.get("schema")),
         "columns": _columns(schema or {}),
         "model": config.get("model") or type(model).__name__,
@@ -40,6 +40,11 @@ def describe(
 
 def _file_name(value: object) -> str:
     return PurePath(value).name if isinstance(value, str) else ""
+
+
+def _planted(count: object) -> str:
+    """The declared size counts them, and the model was trained on some."""
+    return f", with {count} made-up records planted" if isinstance(count, int) and count else ""
 
 
 def _columns(schema: Mapping[str, Any]) -> str:

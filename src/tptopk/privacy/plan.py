@@ -16,6 +16,7 @@ from typing import Any
 
 from tptopk.privacy import accounting
 from tptopk.privacy.accounting import ACCOUNTANTS, Segment
+from tptopk.privacy.description import plain
 from tptopk.privacy.methods import Method, method_named
 from tptopk.privacy.refusal import PrivacyWarning as PrivacyWarning
 from tptopk.privacy.refusal import (
@@ -48,6 +49,7 @@ class Phase:
         if not ordinary:
             check_number("noise_multiplier", self.noise_multiplier, above=0)
             check_number("clip_norm", self.clip_norm, least=SMALLEST_CLIP_NORM)
+        _check_word("a phase's name", self.name, least=0)
 
     @property
     def segment(self) -> Segment:
@@ -87,6 +89,8 @@ class Plan:
         check_number("delta", self.delta, above=0, below=1)
         check_count("dataset_size", self.dataset_size)
         check_number("active_ratio", self.active_ratio, above=0, most=1)
+        if self.target_epsilon is not None:
+            check_number("target_epsilon", self.target_epsilon, above=0)
         _check_unit(self.unit)
         _check_accountant(self.accountant)
         if self.adjacency != ADJACENCY:
@@ -135,9 +139,9 @@ class Plan:
         """Whether δ allows publishing a random record outright."""
         return self.spec.private and self.delta * self.dataset_size >= 1
 
-    def expected_batch_size(self, phase: Phase) -> float:
-        """The public constant that every sum of this phase is divided by."""
-        return phase.sample_rate * self.dataset_size
+    def expected_batch_size(self, phase: Phase | None = None) -> float:
+        """The public constant that every sum of this phase is divided by; without a phase of all, which must be equal."""
+        return (self.sample_rate if phase is None else phase.sample_rate) * self.dataset_size
 
     def noise_std(self, phase: Phase) -> float:
         """ν = σC/B: the standard deviation of the noise on one coordinate of the averaged gradient."""
@@ -329,8 +333,15 @@ def _check_accountant(accountant: str) -> None:
 
 
 def _check_unit(unit: str) -> None:
-    if not isinstance(unit, str) or not unit.isprintable() or not 0 < len(unit) <= 40:
-        raise Refusal(f"unit is {unit!r}; it must be a short word for what is protected, such as 'patient'")
+    _check_word("unit", unit, least=1)
+
+
+def _check_word(what: str, word: object, least: int) -> None:
+    """Words of a plan stand in statements: none may look like more than a word there."""
+    if not isinstance(word, str) or word != plain(word) or not least <= len(word) <= 40:
+        raise Refusal(
+            f"{what} is {word!r}; it must be a short word, such as 'patient' or 'warm-up', without Markdown's characters"
+        )
 
 
 def _total_steps(epochs: float | None, steps: int | None, sample_rate: float) -> int:

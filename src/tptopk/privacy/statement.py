@@ -10,6 +10,7 @@ from tptopk.privacy import accounting
 from tptopk.privacy.accounting import Segment, round_up
 from tptopk.privacy.ledger_record import LedgerRecord
 from tptopk.privacy.plan import Plan
+from tptopk.privacy.refusal import Refusal
 
 CURVE = (1e-4, 1e-5, 1e-6, 1e-7, 1e-8)  # values of δ at which a statement gives ε
 
@@ -139,7 +140,15 @@ def _taken(record: LedgerRecord) -> list[int] | None:
 
 def without_amplification(segments: list[Segment], delta: float) -> float:
     """ε of the same noise if every record had taken part in every step: nothing rests on the sample being secret."""
-    return accounting.epsilon([s._replace(sample_rate=1.0) for s in segments], delta, "pld")
+    return _bound([s._replace(sample_rate=1.0) for s in segments], delta, "pld")
+
+
+def _bound(segments: list[Segment], delta: float, accountant: str) -> float:
+    """ε by the accountant, or by RDP where the accountant's arithmetic does not reach so small a δ: an upper bound either way."""
+    try:
+        return accounting.epsilon(segments, delta, accountant)
+    except Refusal:
+        return accounting.epsilon(segments, delta, "rdp")
 
 
 def as_values(plan: Plan, facts: Facts) -> dict[str, Any]:
@@ -162,7 +171,7 @@ def as_values(plan: Plan, facts: Facts) -> dict[str, Any]:
         "epsilon": facts.epsilon,
         "delta": plan.delta,
         "accountant": plan.accountant,
-        "curve": {f"{delta:g}": accounting.epsilon(segments, delta, plan.accountant) for delta in CURVE},
+        "curve": {f"{delta:g}": _bound(segments, delta, plan.accountant) for delta in CURVE},
         "epsilon_without_amplification": without_amplification(segments, plan.delta),
         "charged": [s._asdict() for s in segments],
         "generator": facts.generator,
@@ -177,7 +186,7 @@ def _claim(plan: Plan, facts: Facts) -> list[str]:
     rdp = accounting.epsilon(segments, plan.delta, "rdp")
     paper = accounting.epsilon(segments, plan.delta, "rdp-paper")
     plain = without_amplification(segments, plan.delta)
-    points = [(delta, accounting.epsilon(segments, delta, plan.accountant)) for delta in CURVE]
+    points = [(delta, _bound(segments, delta, plan.accountant)) for delta in CURVE]
     curve = ", ".join(f"ε({delta:g}) = {round_up(value)}" for delta, value in points)
     lines = []
     if facts.seeded:

@@ -83,13 +83,15 @@ class Annealer:
     def judge(self) -> bool:
         """Ask whether the step just made raised the loss; put the weights back if it is not to stand."""
         after, step = self._weights(), self._taken
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros(
+            (), device=self._device, dtype=torch.float64
+        )  # a long float32 sum is not within L of another
         chosen = self._sampler.sample(0, step, self._numbers.sample_rate)
         with self._streams.dice(self._device, "annealing's dice", step):
             for batch in micro_batches(self._records, chosen, self._batch, self._device):
                 losses = self._losses(batch)
                 self._put(self._before)
-                changes = losses - self._losses(batch)
+                changes = losses.double() - self._losses(batch).double()
                 self._put(after)
                 bound = self._settings.bound
                 total += torch.where(torch.isfinite(changes), changes, 0.0).clamp(-bound, bound).sum()

@@ -24,9 +24,15 @@ def facts_in(folder: Path, record: LedgerRecord) -> Facts:
 
 def facts_in_run_json(folder: Path) -> dict[str, object]:
     """The facts that a run.json holds; none where it cannot be read."""
+    facts = summary_in(folder).get("facts", {})
+    return dict(facts) if isinstance(facts, dict) else {}
+
+
+def summary_in(folder: Path) -> dict[str, object]:
+    """What a run.json holds; nothing where it cannot be read."""
     try:
-        return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")).get("facts", {}))
-    except (OSError, ValueError, AttributeError, TypeError):
+        return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
         return {}
 
 

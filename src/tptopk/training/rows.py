@@ -114,9 +114,10 @@ def _members(unit: Any, records: int, most_rows: int) -> tuple[Tensor, Tensor]:
     ids = [one.item() if isinstance(one, (Tensor, np.generic)) and np.ndim(one) == 0 else one for one in unit]
     if len(ids) != records:
         raise Refusal(f"unit holds {len(ids)} ids for {records} records; it needs one for each")
-    if not all(isinstance(one, (int, str)) for one in ids):
+    if not (all(isinstance(one, int) for one in ids) or all(isinstance(one, str) for one in ids)):
         raise Refusal(
-            "unit must hold one whole number or one text for each record; others may not be equal where they should be"
+            "unit must hold a whole number for each record, or a text for each: values of other or of mixed types may compare unequal "
+            "although they name the same unit"
         )
     check_count("most_rows", most_rows)
     groups: dict[Any, list[int]] = {}

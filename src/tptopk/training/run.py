@@ -279,6 +279,11 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
                 raise Refusal(
                     f"plan.json of {folder} is not the plan in the ledger; `tptopk verify {folder}` says more"
                 )
+            if record.end is None:
+                raise Refusal(
+                    f"the ledger of {folder} has no closing line, and run.json says that the run is {summary['status']}: lines are missing; "
+                    f"`tptopk verify {folder}` says more"
+                )
             facts = facts_in(folder, record)
         run = Run(
             nn.Identity() if model is None else model,

@@ -74,16 +74,17 @@ class Standardize(nn.Module):
         self, index: int, records: Records, mechanism: Mechanism | None, size: int, device: torch.device, mean: Tensor
     ) -> Tensor:
         """[C] the noisy mean over examples of E[(x − mean) / scale], or of its square for the second query."""
-        total = torch.zeros_like(self.scale)
+        total = torch.zeros_like(self.scale, dtype=torch.float64)  # a long float32 sum can lose, or add, many times C
         clip = mechanism.query_clip_norm(index) if mechanism else math.inf
         for start in range(0, len(records), size):
             vectors = self._vectors(
                 records, torch.arange(start, min(start + size, len(records))), device, mean, index + 1
             )
-            norms = torch.linalg.vector_norm(vectors.double(), dim=1)
-            factors = torch.where(torch.isfinite(norms), (clip / norms).clamp(max=1.0), 0.0).float()
+            vectors = vectors.double()
+            norms = torch.linalg.vector_norm(vectors, dim=1)
+            factors = torch.where(torch.isfinite(norms), (clip / norms).clamp(max=1.0), 0.0)
             total += torch.where(torch.isfinite(norms)[:, None], vectors, 0.0).mul(factors[:, None]).sum(0)
-        return mechanism.answer(index, total) if mechanism else total / len(records)
+        return (mechanism.answer(index, total) if mechanism else total / len(records)).float()
 
     def _vectors(self, records: Records, indices: Tensor, device: torch.device, mean: Tensor, power: int) -> Tensor:
         """[B, C] each example's average over rows and positions."""

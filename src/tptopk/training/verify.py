@@ -20,7 +20,7 @@ from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.begun import how_to_resume, run_folder
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
-from tptopk.training.facts import facts_in, facts_in_run_json
+from tptopk.training.facts import facts_in, facts_in_run_json, summary_in
 from tptopk.training.run import SCHEMA
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
@@ -172,7 +172,7 @@ def _check_plan(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
 
 def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
     if record.end is None:
-        verdict.add("files", None, "no closing line names the model and the support: not checked")
+        _check_nothing_is_cut_off(record, folder, verdict)
         return
     files = record.end.get("files")
     optional = [WARMUP] if isinstance(files, dict) and WARMUP in files else []
@@ -195,15 +195,49 @@ def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
         verdict.add("model's ledger", False, f"model.safetensors cannot be read: {error}")
 
 
+def _check_nothing_is_cut_off(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
+    """Of a ledger without its closing line: what the run left must not know of more lines than are there."""
+    status = summary_in(folder).get("status", "running")
+    if status != "running":
+        words = f"run.json says that the run is {status}, which is said after the closing line: lines are missing"
+        verdict.add("files", False, words)
+        return
+    number, _, head = _ledger_named_by(folder / "model.safetensors").partition(" ")
+    known = number.isdigit() and 0 < int(number) <= len(record.lines) and record.lines[int(number) - 1]["hash"] == head
+    if number and not known:
+        verdict.add("files", False, "model.safetensors names a line that the ledger does not have: lines are missing")
+        return
+    verdict.add("files", None, "no closing line names the model and the support: not checked")
+
+
+def _ledger_named_by(path: Path) -> str:
+    """How many lines the ledger had when the weights were saved, and the last one's hash; nothing without weights."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            return str((file.metadata() or {}).get("tptopk.ledger", ""))
+    except (OSError, SafetensorError):
+        return ""
+
+
 def _check_statement(record: LedgerRecord, folder: Path, facts: Facts, verdict: Verdict) -> None:
     if record.end is None:
         return
-    described = facts_in_run_json(folder)
-    stated = described.get("epsilon")
+    summary = summary_in(folder)
     if record.plan.spec.private:
-        ok = isinstance(stated, (int, float)) and facts.epsilon is not None and stated >= facts.epsilon * (1 - 1e-6)
-        words = f"run.json states ε = {round_up(stated) if isinstance(stated, float) and ok else stated}"
-        verdict.add("run.json", ok, words if ok else f"{words}, and the ledger supports ε = {facts.epsilon}")
+        for stated in (facts_in_run_json(folder).get("epsilon"), summary.get("epsilon")):
+            ok = isinstance(stated, (int, float)) and facts.epsilon is not None and stated >= facts.epsilon * (1 - 1e-6)
+            words = f"run.json states ε = {round_up(stated) if isinstance(stated, float) and ok else stated}"
+            if not ok:
+                words += f", and the ledger supports ε = {facts.epsilon}"
+                break
+        said = {"delta": record.plan.delta, "method": record.plan.method, "status": record.end["status"]}
+        wrong = [name for name, value in said.items() if summary.get(name) != value]
+        if ok and wrong:
+            ok, words = (
+                False,
+                f"run.json states {wrong[0]} = {summary.get(wrong[0])!r}, and the ledger {said[wrong[0]]!r}",
+            )
+        verdict.add("run.json", ok, words)
     try:
         written = (folder / "statement.md").read_text(encoding="utf-8")
         ok = written.strip() == statement(record.plan, facts).strip()

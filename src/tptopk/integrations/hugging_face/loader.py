@@ -42,7 +42,7 @@ class Samples:
         """The sample of that number, or the next one that nobody has seen; and the number after it."""
         number = max(number, self._next)
         self._next = number + 1
-        return self._sampler.sample(0, number, self._plan.phases[0].sample_rate), self._next
+        return self._sampler.sample(0, number, self._plan.sample_rate), self._next
 
 
 class Numbers(Dataset[int]):

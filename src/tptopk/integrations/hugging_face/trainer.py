@@ -270,7 +270,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             raise Refusal(f"optim={str(self.args.optim)!r}: it may step by itself during backward; use one of torch's")
         check_optimizer(original, self.model)
         self._steps.use(original)
-        self.optimizer = PrivateOptimizer(original, self._steps, self.plan.expected_batch_size(self.plan.phases[0]))
+        self.optimizer = PrivateOptimizer(original, self._steps, self.plan.expected_batch_size())
         return self.optimizer
 
     def training_step(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any = None) -> Tensor:

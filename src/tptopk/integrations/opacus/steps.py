@@ -78,12 +78,12 @@ class PrivateSteps:
     ) -> None:
         """`divisor`: what the loop expects its sums to be divided by, a public number."""
         self.module, self.optimizer, self.plan, self.charges = module, optimizer, plan, Charges(plan)
-        self.sample_rate, self.dataset_size = plan.phases[0].sample_rate, plan.dataset_size
+        self.sample_rate, self.dataset_size = plan.sample_rate, plan.dataset_size
         self.device = next(module.parameters()).device
         self.run = secrets.token_hex(8)
         self._parameters = trainable(module)
         self._clipping, self._mean, self._secure = clipping, loss_reduction == "mean", secure
-        self._scale = plan.expected_batch_size(plan.phases[0]) / divisor
+        self._scale = plan.expected_batch_size() / divisor
         self._drawn: Drawn | None = None
         self._depth, self._passes, self._forwards = 0, 0, 0
         self._thrown = ExitStack()  # the dice of the forward pass that is going on
