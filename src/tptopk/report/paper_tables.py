@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
-from tptopk.report.outcomes import Difference, Outcomes, Spread, paired, spread, unpaired
+from tptopk.report.outcomes import LEVEL, Difference, Outcomes, Spread, paired, spread, unpaired
 
 NAMES = {
     "mnist": "MNIST",
@@ -154,7 +154,7 @@ def main_summary(main: Outcomes) -> str:
     head = ["comparison", "cells", "higher", "lower", "no difference seen", "one seed", NOT_RUN]
     text = table([*head, "higher in the paper", "reproduced: yes / in direction / undecided / no"], rows)
     if intervals:
-        text += f"\n\nOf {intervals} such intervals about {0.05 * intervals:.1f} exclude 0 by chance alone when nothing differs."
+        text += f"\n\nOf {intervals} such intervals about {(1 - LEVEL) * intervals:.1f} exclude 0 by chance alone when nothing differs."
     levels = [
         (own.mean, published.MAIN[dataset, epsilon, method].mean)
         for dataset, epsilon, method in published.MAIN

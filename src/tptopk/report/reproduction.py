@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tptopk.report import paper_tables as tables
 from tptopk.report.figures import energy_figure, pipeline_figure
 from tptopk.report.outcomes import Outcomes, read
 from tptopk.report.paper_tables import NAMES, NOT_RUN, table
+from tptopk.report.paper_tuning import tuned
 
 DRAWN = {"dataset": "cifar10", "method": "tp-topk", "target_epsilon": 3.0, "seed": 0, "variant": PAPER}
 TUNING = ("tuning", "tuning_range")
@@ -135,7 +135,7 @@ def document(
         _accounting(main),
         _accountants(found),
         "## Tuning",
-        _tuning(tuning),
+        tuned(tuning),
         "## Where the paper disagrees with itself",
         "\n".join(f"- {item}" for item in published.DISAGREEMENTS),
         "## Left out, and what differs",
@@ -240,73 +240,6 @@ def _accountants(found: Mapping[str, Outcomes]) -> str:
     if not rows:
         return ""
     return table(["file", "private runs", "PLD − target, largest", "second opinion − PLD", "RDP − PLD"], rows)
-
-
-def _tuning(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
-    trials = tuning["tuning"]
-    parts = [
-        "What the paper does not say (network, batch, learning rates, epochs) was chosen by `python benchmarks/tune_paper.py --device cuda` on training records that were held out; "
-        "the test set was not read. That program has one grid for all methods of a cell; below are the trials that are there."
-    ]
-    if tuning["tuning_range"]:
-        parts.append(
-            f"An earlier, incomplete round of {len(tuning['tuning_range'])} trials (`tuning_range.jsonl`) set the range of learning rates."
-        )
-    if any(run["recipe"]["dataset"] == "cifar10" for run in trials):
-        parts.append(
-            "On CIFAR-10 the larger of two learning rates was the best on held-out records for every sparse method, so a third was added, after nine of its runs had been "
-            "finished; six of them were replaced by runs of the new choice."
-        )
-    cells: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for trial in trials:
-        cells.setdefault((trial["recipe"]["dataset"], trial["recipe"]["target_epsilon"]), []).append(trial["recipe"])
-
-    def values(of: list[dict[str, Any]], *keys: str) -> str:
-        return ", ".join(f"{v:g}" for v in sorted({r[key] for r in of for key in keys if r.get(key) is not None}))
-
-    rows = [
-        [
-            NAMES.get(dataset, dataset), f"{epsilon:g}", values(of, "batch_size"), values(of, "epochs"),
-            values(of, "learning_rate", "second_learning_rate"), values(of, "held_out"),
-            ", ".join(f"{m} {sum(r['method'] == m for r in of)}" for m in dict.fromkeys(r["method"] for r in of)),
-        ]
-        for (dataset, epsilon), of in sorted(cells.items())
-    ]  # fmt: skip
-    if rows:
-        head = ["dataset", "ε", "batch", "epochs tried", "learning rates tried", "held-out records", "trials by method"]
-        parts.append(table(head, rows))
-    else:
-        parts.append(f"`tuning.jsonl`: {NOT_RUN}.")
-    try:
-        chosen = tomllib.loads(recipes.TUNED.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        parts.append(f"Nothing is chosen yet: `{recipes.TUNED.name}` is not there.")
-        return "\n\n".join(parts)
-
-    def edge(dataset: str, epsilon: str, method: str, rate: float) -> str:
-        """Whether the rate that was tuned is the lowest or the highest of those tried for the method."""
-        of = [r for r in cells.get((dataset, float(epsilon)), []) if r["method"] == method]
-        tried = sorted({r.get("second_learning_rate") or r["learning_rate"] for r in of})
-        return "" if len(tried) < 2 else " (lowest)" if rate == tried[0] else " (highest)" if rate == tried[-1] else ""
-
-    rows = [
-        [
-            NAMES.get(dataset, dataset), epsilon, method, f"{c['batch_size']}", f"{c['epochs']:g}",
-            f"{c['learning_rate']:g}" + ("" if "second_learning_rate" in c else edge(dataset, epsilon, method, c["learning_rate"])),
-            f"{rate:g}" + edge(dataset, epsilon, method, rate) if (rate := c.get("second_learning_rate")) else "–",
-            f"{c['ema']:g}" if "ema" in c else "–",
-            f"{c['held_out']:.2f}" if "held_out" in c else "taken from another ε",
-        ]
-        for dataset, by_epsilon in chosen.items()
-        for epsilon, by_method in by_epsilon.items()
-        for method, c in by_method.items()
-    ]  # fmt: skip
-    head = ["dataset", "ε", "method", "batch", "epochs", "learning rate", "after the warm-up", "weights averaged by", "held-out accuracy (AUC × 100)"]  # fmt: skip
-    parts.append(
-        "A choice marked *lowest* or *highest* is on the edge of the learning rates that were tried for it in that cell: one beyond might be better. DP-SGD on CIFAR-10 is such a choice."
-    )
-    parts += [f"Chosen (`src/tptopk/experiments/{recipes.TUNED.name}`):", table(head, rows)]
-    return "\n\n".join(parts)
 
 
 def _left_out() -> str:
