@@ -89,14 +89,14 @@ def differences(main: Outcomes, comparison: Comparison) -> dict[tuple[str, float
         (dataset, epsilon): paired(
             *(main.values(dataset=dataset, target_epsilon=epsilon, method=m, variant=v) for m, v in sides)
         )
-        for dataset in ("mnist", "fmnist", "cifar10")
+        for dataset in recipes.DATASETS
         for epsilon in recipes.EPSILONS
     }
 
 
 def main_accuracy(main: Outcomes) -> str:
     rows = []
-    for dataset in ("mnist", "fmnist", "cifar10"):
+    for dataset in recipes.DATASETS:
         for epsilon in recipes.EPSILONS:
             where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
             head = [NAMES[dataset], f"{epsilon:g}"]

@@ -196,7 +196,7 @@ def _seconds(runs: list[dict[str, Any]]) -> float:
 
 def _accounting(main: Outcomes) -> str:
     rows = []
-    for dataset in ("mnist", "fmnist", "cifar10"):
+    for dataset in recipes.DATASETS:
         for epsilon in recipes.EPSILONS:
             for method in recipes.METHODS:
                 where: dict[str, Any] = {
