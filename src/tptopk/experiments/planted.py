@@ -47,7 +47,7 @@ def plant(training: tuple[Tensor, Tensor], count: int) -> tuple[tuple[Tensor, Te
 
 
 @torch.no_grad()
-def audit_planted(run: Run, planted: Planted, *, error_rate: float = 0.05) -> Audit:
+def audit_planted(run: Run, planted: Planted) -> Audit:
     """Guess which records were planted, by their loss under the released model; half of them, the surest ones."""
     device = next(run.model.parameters()).device
     losses = torch.cat(
@@ -62,7 +62,6 @@ def audit_planted(run: Run, planted: Planted, *, error_rate: float = 0.05) -> Au
         planted.included.numpy(),
         claimed=run.epsilon,
         delta=run.delta,
-        error_rate=error_rate,
         scores=scores,
         name=f"this run, {len(scores)} planted records",
     )
