@@ -253,7 +253,10 @@ def audited(sheet: Sheet) -> Markup:
     )
     rows: list[list[object]] = [[f"by attack, {name}", f"at least {value:.3f}"] for name, value in values.items()]
     rows.append(["by calculation", f"at most {claimed:.3f}" if math.isfinite(claimed) else "unknown"])
-    words = f"{_count(found.get('observations'))} observations; each bound is wrong at most {_text_or_number(found.get('error_rate'))} of the time. An attack can only show that ε is at least so much; the calculation shows that it is at most so much. Both hold if the first is below the second."
+    words = (
+        f"{_count(found.get('observations'))} observations; each bound is wrong at most {_text_or_number(found.get('error_rate'))} of the time. An attack "
+        "can only show that ε is at least so much; the calculation shows that it is at most so much. Both hold if the first is below the second."
+    )
     top = max(claimed, most) if math.isfinite(claimed) else most
     scale = (
         tag(

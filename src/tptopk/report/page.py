@@ -231,7 +231,8 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
             "div",
             figure(
                 error_bars(bars, "test accuracy, %"),
-                "Each dot is a run, the diamond their mean, the bar one standard deviation to either side. A few runs do not make a ranking: where bars overlap, the difference may be chance.",
+                "Each dot is a run, the diamond their mean, the bar one standard deviation to either side. A few runs do not make a ranking: where "
+                "bars overlap, the difference may be chance.",
             ),
             class_="figures",
         )

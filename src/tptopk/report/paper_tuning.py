@@ -21,8 +21,9 @@ def tuned(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
     for trial in tuning["tuning"]:
         cells.setdefault((trial["recipe"]["dataset"], trial["recipe"]["target_epsilon"]), []).append(trial)
     parts = [
-        "What the paper does not say (network, batch, learning rates, epochs) was chosen by `python benchmarks/tune_paper.py --device cuda` on training records that were held out; "
-        "the test set was not read. That program has one grid for all methods of a cell; below are the trials that are there."
+        "What the paper does not say (network, batch, learning rates, epochs) was chosen by `python benchmarks/tune_paper.py --device cuda` on "
+        "training records that were held out; the test set was not read. That program has one grid for all methods of a cell; below are the trials "
+        "that are there."
     ]
     if tuning["tuning_range"]:
         parts.append(

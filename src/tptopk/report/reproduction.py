@@ -101,7 +101,8 @@ def document(
             "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further. "
             "TP-TopK differs from DP-SGD by more than its support: two phases of different noise, a second learning rate, averaged weights, each as tuned. "
             "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support alone. "
-            "TP-Rand has TP-TopK's recipe wherever its own has other steps, noise or learning rates; where these are equal it has its own, which may differ in how weights are averaged.",
+            "TP-Rand has TP-TopK's recipe wherever its own has other steps, noise or learning rates; where these are equal it has its own, which may "
+            "differ in how weights are averaged.",
             tables.ratio_table(found["ratio"]),
         ),
         "## Was the advice right?",
@@ -110,9 +111,9 @@ def document(
         *section("Split of steps and budget", "table-split", "split", "TP-TopK on CIFAR-10, ε = 3, ρ = .40.", tables.split_table(found["split"])),
         *section(
             "Medical images: PneumoniaMNIST as a stand-in for EyePACS", "table-medical", "medical",
-            "EyePACS could not be had, so none of the paper's medical numbers is reproduced. PneumoniaMNIST, pneumonia (positive) against normal, stands in: "
-            "other images, other classes, other sizes. Its minority is *normal*, so minority recall is specificity there; in EyePACS the minority is positive, and it is sensitivity. "
-            "The threshold is one half.",
+            "EyePACS could not be had, so none of the paper's medical numbers is reproduced. PneumoniaMNIST, pneumonia (positive) against normal, "
+            "stands in: other images, other classes, other sizes. Its minority is *normal*, so minority recall is specificity there; in EyePACS the "
+            "minority is positive, and it is sensitivity. The threshold is one half.",
             others.medical_table(found["medical"]),
         ),
         *section(
@@ -149,8 +150,8 @@ def _took(main: Outcomes) -> str:
     if not own:
         return ""
     return (
-        f" The {len(own)} runs of the five methods' own recipes that were made on a GPU took {sum(own):,.0f} s, each process counting its own: they were made by two processes at a time on one GPU. "
-        "Loading, features and the calibration of noise are not in that."
+        f" The {len(own)} runs of the five methods' own recipes that were made on a GPU took {sum(own):,.0f} s, each process counting its own: they "
+        "were made by two processes at a time on one GPU. Loading, features and the calibration of noise are not in that."
     )
 
 
@@ -158,12 +159,16 @@ def _how(found: Mapping[str, Outcomes]) -> str:
     seeds = found["main"].seeds
     freedom = f"with {seeds} seeds, {seeds - 1} degrees of freedom" if seeds > 1 else "which one seed does not give"
     return (
-        "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the averaging of weights are each "
-        "method's own, as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ in their ranking alone. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example "
-        "is the image and its mirror: their gradients are averaged before clipping, and predictions are averaged over the two. A difference is taken seed by seed, and its "
-        f"95% interval is Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means tp-topk − dp-sgd "
-        "and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference, whose own deviations count where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; "
-        "*in direction* when its size is ruled out; *undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second file says from which it was `taken_from`."
+        "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the "
+        "averaging of weights are each method's own, as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ "
+        "in their ranking alone. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example is the image and its mirror: their gradients "
+        "are averaged before clipping, and predictions are averaged over the two. A difference is taken seed by seed, and its 95% interval is "
+        f"Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means "
+        "tp-topk − dp-sgd and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference, whose own deviations count "
+        "where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; *in direction* when its size is ruled out; "
+        "*undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; "
+        "they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second "
+        "file says from which it was `taken_from`."
     )
 
 
@@ -244,12 +249,15 @@ def _accountants(found: Mapping[str, Outcomes]) -> str:
 
 def _left_out() -> str:
     items = [
-        "EyePACS: its images are behind an account with the competition that published them. PneumoniaMNIST stands in and is called so wherever its figures appear. `tptopk data` reads "
-        "EyePACS in its official layout for whoever has it.",
-        "The paper's network is not known. Ours are a CNN on scattering features (as in H-CNN), whose channels are standardised by two private queries (σ = 32) that are charged in every plan. "
-        "Clip norm .1, momentum .9; on Fashion-MNIST, CIFAR-10 and the stand-in for EyePACS the image and its mirror are one example, in training and in testing (the PneumoniaMNIST stand-in's figures too).",
-        "AUTO-S, SA-DP-SGD and random sparsification have the learning rate, epochs and averaging that were tuned for the method they change (DP-SGD, DP-SGD, ON-Rand), and were not tuned themselves. Wide residual networks are only quoted.",
-        "The paper accounts by RDP; here noise is set by privacy loss distributions, which is less noise for the same ε. The RDP value of every cell stands in the table of privacy.",
+        "EyePACS: its images are behind an account with the competition that published them. PneumoniaMNIST stands in and is called so wherever its "
+        "figures appear. `tptopk data` reads EyePACS in its official layout for whoever has it.",
+        "The paper's network is not known. Ours are a CNN on scattering features (as in H-CNN), whose channels are standardised by two private queries "
+        "(σ = 32) that are charged in every plan. Clip norm .1, momentum .9; on Fashion-MNIST, CIFAR-10 and the stand-in for EyePACS the image and its "
+        "mirror are one example, in training and in testing (the PneumoniaMNIST stand-in's figures too).",
+        "AUTO-S, SA-DP-SGD and random sparsification have the learning rate, epochs and averaging that were tuned for the method they change (DP-SGD, "
+        "DP-SGD, ON-Rand), and were not tuned themselves. Wide residual networks are only quoted.",
+        "The paper accounts by RDP; here noise is set by privacy loss distributions, which is less noise for the same ε. The RDP value of every cell "
+        "stands in the table of privacy.",
         "The paper's ablation on ρ at smaller ε is described there without numbers; ours at ε = 1 has none to stand beside.",
         "The paper gives no numbers for ρ̂_sig and α̂_oracle.",
     ]

@@ -52,7 +52,7 @@ class Advice:
     candidates: tuple[Candidate, ...]
     misranking: dict[str, Interval]  # by score; 0.5 is a coin
     signal: Interval  # E(everything): the energy of the mean gradient
-    step_energy: tuple[float, float]  # bracket of the mean energy of a step's gradient, sampling taken off
+    step_energy: tuple[float, float]  # bracket of the mean energy of a step's gradient, what sampling adds subtracted
     sampling_energy: float  # what Poisson sampling adds to a step at most
     noise_energy: float  # dν₂²
     coordinates: int
