@@ -297,7 +297,7 @@ def test_benchmarks_tables_and_folders_are_named_like_files(tptopk, own, monkeyp
 
 @pytest.mark.parametrize(
     ("empty", "words"),
-    [("pictures/cat", "class folder pictures/cat holds no images"), (None, "one class folder alone")],
+    [("pictures/cat", "class folder pictures/cat holds no images"), (None, "only one class folder")],
 )
 def test_checking_a_folder_finds_classes_that_nothing_can_be_learnt_of(tptopk, tmp_path, empty, words):
     for number in range(3):

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tptopk.privacy.refusal import Refusal, check_number, nearest
 
-if (
-    TYPE_CHECKING
-):  # imported where they are needed: the options of a command are read here, and should not wait for PyTorch
+# imported where they are needed: the options of a command are read here, and should not wait for PyTorch
+if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Adam, Optimizer
 
@@ -114,9 +113,7 @@ class Settings:
         table = self.table()
         unit = "record" if table is None else table.unit_word
         if unit != "record" and self.audit_canaries is not None:
-            raise Refusal(
-                f"canaries are records of nobody's: leave out --audit-canaries, or the unit {unit} of the schema"
-            )
+            raise Refusal(f"canaries belong to no unit: leave out --audit-canaries, or the unit {unit} of the schema")
         if size is None:
             raise Refusal(
                 f"declare the number of training {unit}s with --dataset-size N: it becomes a public number of the plan, "

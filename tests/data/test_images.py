@@ -83,7 +83,7 @@ def test_folders_without_classes_or_images_are_refused(tmp_path):
         read_folder(tmp_path)
     make_image(tmp_path / "train" / "a" / "1.png")
     make_image(tmp_path / "test" / "b" / "1.png")
-    with pytest.raises(Refusal, match="a class that .* has not; it has a"):
+    with pytest.raises(Refusal, match="a class that .* does not have; it has a"):
         read_folder(tmp_path)
     with pytest.raises(Refusal, match="did you mean 'RGB'"):
         read_folder(tmp_path, mode="RGBA")

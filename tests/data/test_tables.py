@@ -54,6 +54,12 @@ def test_columns_are_scaled_by_public_bounds_and_one_hot_by_public_categories(ta
     assert targets.tolist() == [0, 1, 0, 1, 0]
 
 
+def test_an_infinite_number_is_beyond_its_bound_and_nan_is_missing(table):
+    rows = "1,inf,-inf,f,no\n2,1e999,-Infinity,f,no\n3,nan,-nan,f,no\n4,1" + "0" * 400 + ",-1e999,f,no\n"
+    inputs = read_table(table(HEAD + rows), **WORDS)[0][:, :4]
+    assert inputs.tolist() == [[1, 0, -1, 0], [1, 0, -1, 0], [0, 1, 0, 1], [1, 0, -1, 0]]
+
+
 def test_a_record_is_read_the_same_whatever_the_others_are(table):
     lines = ROWS.splitlines(keepends=True)
     together = read_table(table(HEAD + ROWS), **WORDS)[0]

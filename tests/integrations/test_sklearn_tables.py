@@ -95,12 +95,36 @@ def test_bad_tables_are_refused_without_the_value_or_the_record(value, changes, 
 
 def test_missing_values_are_taken_where_declared():
     table, labels = made()
-    for empty in (math.nan, None, "", "NA", math.inf):
+    for empty in (math.nan, None, "", "NA"):
         holes = table.astype(object)
         holes[::7, 1] = empty
         fitted = declared(missing=True).fit(holes, labels)
         assert np.isfinite(fitted.predict_proba(holes)).all()
         assert fitted.run_.model[0].in_features == 6
+
+
+@pytest.mark.parametrize("dtype", [float, object])
+def test_an_infinite_number_is_beyond_its_bound_and_nan_is_missing(dtype):
+    values = np.array([math.inf, -math.inf, math.nan, 5.0], dtype)
+    number = Number.declared("dose", (0, 10), missing=True)
+    assert number.inputs(values).tolist() == [[1, 0], [-1, 0], [0, 1], [0, 0]]
+    words = np.array(["inf", "-1e999", "nan", 10**400], object)
+    assert number.inputs(words).tolist() == [[1, 0], [-1, 0], [0, 1], [1, 0]]
+    table, labels = made()
+    table[::7, 1], clipped = math.inf, table.copy()
+    clipped[::7, 1] = 1
+    found = [declared(missing=True).fit(x, labels).predict_proba(x) for x in (table, clipped)]
+    assert np.array_equal(*found)
+
+
+def test_a_table_of_one_dimension_is_refused_without_its_values():
+    for act in (
+        lambda: declared().fit([987654.321, 2.0], [0, 1]),
+        lambda: declared().fit(*made()).predict([987654.321, 2.0]),
+    ):
+        with pytest.raises(Refusal, match="not a table of two dimensions") as refused:
+            act()
+        assert "987654" not in str(refused.value) and refused.value.__context__ is None
 
 
 def test_data_frames_are_read_by_their_names():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.report import paper_tables as tables
 from tptopk.report.outcomes import Difference, Spread, paired, read, spread, unpaired
+from tptopk.report.paper_tuning import tuned
 from tptopk.report.reproduction import write
 
 PLAN = Plan(
@@ -270,6 +272,35 @@ def test_cells_below_the_papers_are_listed_with_what_the_other_methods_reach(tmp
         "MNIST", "3", "tp-topk (factored score)", "83.10 ± 1.10", "98.33 ± 0.05", "-15.23 [-17.95, -12.51]", "lower", "83.10 (tp-topk)",
     ]  # fmt: skip
     assert "| CIFAR-10 |" not in part, "ours are above there"
+
+
+def test_which_choices_lie_on_the_edge_is_computed(tmp_path, monkeypatch):
+    """The four sparse methods prefer the larger of the first two rates; of all three, one of them has the middle one."""
+    best = dict.fromkeys(recipes.METHODS, 16.0) | {"dp-sgd": 4.0, "on-topk": 8.0}
+    trials, lines = [], []
+    for method in recipes.METHODS:
+        warm = method.startswith("tp")
+        for rate in (4.0, 8.0, 16.0):
+            rates = {"learning_rate": 4.0, "second_learning_rate": rate} if warm else {"learning_rate": rate}
+            r = recipes.quick_recipe("cifar10", method, 1.0, 100, **rates)
+            level = 50.0 - abs(math.log2(rate / best[method]))
+            trials.append({"recipe": r.identity(), "measured": [level - 1, level, level - 2], "seconds": 1.0})
+        chosen = (
+            f"learning_rate = 4.0\nsecond_learning_rate = {best[method]}" if warm else f"learning_rate = {best[method]}"
+        )
+        lines.append(f'[cifar10."1".{method}]\nbatch_size = 60\nepochs = 1.5\n{chosen}\nheld_out = 50.0\n')
+    (tmp_path / "tuned.toml").write_text("".join(lines))
+    monkeypatch.setattr(recipes, "TUNED", tmp_path / "tuned.toml")
+    found = tuned({"tuning": trials, "tuning_range": []})
+    assert (
+        "the learning rate 16 was added when 4 and 8 had been tried: of these, 8 was the best on held-out records in 4 of 4"
+        in found
+    )
+    assert "That is so for 4 of the 5 choices among several learning rates: 4 on CIFAR-10." in found
+    assert row(found, "CIFAR-10", "1", "dp-sgd")[5:7] == ["4 (lowest)", "–"]
+    assert row(found, "CIFAR-10", "1", "on-topk")[5:7] == ["8", "–"]
+    assert row(found, "CIFAR-10", "1", "tp-topk")[5:7] == ["4", "16 (highest)"]
+    assert "was added" not in tuned({"tuning": trials[:2], "tuning_range": []})
 
 
 def test_the_stand_in_is_named_wherever_its_figures_appear(tmp_path, undrawn):

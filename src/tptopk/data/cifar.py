@@ -72,7 +72,9 @@ def _binary_batch(path: Path) -> Arrays:
 
 def _checked(path: Path, rows: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> Arrays:
     if len(rows) != len(labels) or len(rows) == 0:
-        raise Refusal(f"{path} holds {len(rows)} images and {len(labels)} labels; expected as many of each, and some")
+        raise Refusal(
+            f"{path} holds {len(rows)} images and {len(labels)} labels; expected equally many, and at least one"
+        )
     if labels.max() >= CLASSES:
         raise Refusal(f"{path} has labels up to {labels.max()}; there are {CLASSES} classes, from 0")
     return rows, labels

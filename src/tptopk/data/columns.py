@@ -1,4 +1,8 @@
-"""Columns of an array or a data frame, turned into inputs by public facts: bounds, categories, buckets of a hash; never statistics."""
+"""Columns turned into inputs by public facts: bounds, categories, buckets of a hash; never statistics.
+
+`parsed`, `scaled` and `one_hot` are what a column of any table goes through. A number beyond its bounds, and so an infinite one,
+counts as the nearest bound; NaN, nothing and the words of `MISSING` are missing.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,9 +36,49 @@ def check_bounds(name: Hashable, low: Any, high: Any) -> None:
     check_number(f"the width of the bounds of column {name!r}", high - low)
 
 
+class Parsed(NamedTuple):
+    """A column as numbers, and how many of its values were none."""
+
+    numbers: Array  # [N]; NaN where missing, or not a number
+    text: int  # text that is not a number
+    other: int  # neither text nor a number
+
+
+def parsed(values: Iterable[Any]) -> Parsed:
+    numbers, text, other = [], 0, 0
+    for value in values:
+        number = math.nan
+        if not (_is_missing(value) or (isinstance(value, str) and value.strip().lower() in MISSING)):
+            try:
+                number = float(value)
+            except ValueError:
+                text += 1
+            except OverflowError:  # a whole number that no float reaches
+                number = math.copysign(math.inf, 1 if value > 0 else -1)
+            except TypeError:
+                other += 1
+        numbers.append(number)
+    return Parsed(np.array(numbers, np.float64), text, other)
+
+
+def scaled(numbers: Array, low: float, high: float) -> Array:
+    """Clipped to the bounds and scaled from them to [−1, 1]; 0 where missing."""
+    return np.where(np.isnan(numbers), 0, (np.clip(numbers, low, high) - low) / (high - low) * 2 - 1)
+
+
+def one_hot(words: Iterable[str], known: Sequence[str]) -> Array:  # [N] → [N, known + 1]
+    """One input for each known word, and one for anything else."""
+    number = {word: i for i, word in enumerate(known)}
+    chosen = np.array([number.get(word, len(known)) for word in words], np.int64)
+    return np.eye(len(known) + 1, dtype=np.float32)[chosen]
+
+
 @dataclass(frozen=True)
 class Number:
-    """A numeric column: its value scaled from public bounds to [−1, 1] and, if values may be missing, whether this one is."""
+    """A numeric column: its value scaled from public bounds to [−1, 1] and, if values may be missing, whether this one is.
+
+    Where none may be missing, an infinite number is refused as NaN is: scikit-learn asks that of an estimator that takes no NaN.
+    """
 
     name: Hashable
     low: float
@@ -54,27 +98,16 @@ class Number:
 
     def inputs(self, values: Array) -> Array:  # [N] → [N, 1] or [N, 2]
         numbers = values.astype(np.float64) if values.dtype.kind in "biuf" else self._parsed(values)
-        absent = ~np.isfinite(numbers)
-        if not self.missing and absent.any():
+        if not self.missing and not np.isfinite(numbers).all():
             raise Refusal(
                 f"column {self.name!r} contains NaN, infinite or missing values; fill them by a public rule, or declare missing=True"
             )
-        scaled = (np.clip(numbers, self.low, self.high) - self.low) / (self.high - self.low) * 2 - 1
-        known = np.where(absent, 0, scaled)[:, None]
-        return np.concatenate([known, absent[:, None]], 1) if self.missing else known
+        known = scaled(numbers, self.low, self.high)[:, None]
+        return np.concatenate([known, np.isnan(numbers)[:, None]], 1) if self.missing else known
 
     def _parsed(self, values: Array) -> Array:
         """Numbers from text and other things. No message quotes a value: it is somebody's."""
-        numbers, text, other = np.full(len(values), math.nan), False, False
-        for i, value in enumerate(values):
-            if _is_missing(value) or (isinstance(value, str) and value.strip().lower() in MISSING):
-                continue
-            try:
-                numbers[i] = float(value)
-            except ValueError:
-                text = True
-            except (TypeError, OverflowError):
-                other = True
+        numbers, text, other = parsed(values)
         if other:
             raise NotANumber(f"in the numeric column {self.name!r} every argument must be a string or a number")
         if text:
@@ -107,11 +140,10 @@ class Categories:
         return cls(known, 0)
 
     def inputs(self, values: Array) -> Array:  # [N] → [N, buckets] or [N, categories + 1]
-        number = {word: i for i, word in enumerate(self.known)}
         words = map(as_word, values)
         if self.buckets:
             return np.eye(self.buckets)[[_bucket(word, self.buckets) for word in words]]
-        return np.eye(len(number) + 1)[[number.get(word, len(number)) for word in words]]
+        return one_hot(words, self.known)
 
 
 Column = Number | Categories

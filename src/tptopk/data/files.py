@@ -76,7 +76,7 @@ def _medmnist_part(arrays: dict[str, np.ndarray[Any, Any]], part: str, path: str
             "uint8 [N, H, W] or [N, H, W, 3]"
         )
     if len(images) != len(labels):
-        raise Refusal(f"{path}: {len(images)} {part}_images and {len(labels)} {part}_labels; expected as many of each")
+        raise Refusal(f"{path}: {len(images)} {part}_images and {len(labels)} {part}_labels; expected equally many")
     images = images[:, None] if images.ndim == 3 else images.transpose(0, 3, 1, 2)  # [N, C, H, W]
     return inputs_tensor(images), _targets_tensor(labels)
 

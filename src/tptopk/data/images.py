@@ -45,7 +45,7 @@ def read_folder(
     for name in class_names(root / "test"):
         if name not in classes:
             raise Refusal(
-                f"{root / 'test' / name} is a class that {training_root} has not; it has {', '.join(classes)}"
+                f"{root / 'test' / name} is a class that {training_root} does not have; it has {', '.join(classes)}"
             )
     return training, _read_part(root / "test", classes, size, mode, shape, on_image)
 
@@ -57,7 +57,7 @@ def folder_findings(root: str | Path) -> list[str]:
     classes = class_names(root)
     found = [f"the class folder {root / name} holds no images" for name in classes if not _image_files(root / name)]
     if len(classes) == 1:
-        found.append(f"there is one class folder alone, {root / classes[0]}; expected one a class")
+        found.append(f"there is only one class folder, {root / classes[0]}; expected one a class")
     return found
 
 

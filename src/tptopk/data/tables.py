@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tptopk.data.columns import MISSING, as_word, check_bounds
+from tptopk.data.columns import MISSING, as_word, check_bounds, one_hot, parsed, scaled
 from tptopk.data.digits import Pair
 from tptopk.privacy.refusal import Refusal, check_count, nearest
 
@@ -40,9 +39,10 @@ class Schema:
     """What is publicly known of a table's columns.
 
     A numeric column becomes two inputs: its value, clipped to the bounds and scaled to [-1, 1], and whether it is missing (its
-    value is then 0). A column of categories becomes one input a category and one for anything else. So the number of inputs and
-    their scale are the same whatever the records are. `unit` is a column of ids, of patients for example, which is no input: all
-    records of an id, but no more than the first `most_rows`, are protected as one.
+    value is then 0). An infinite number is beyond every bound and is clipped like any other; NaN is missing. A column of
+    categories becomes one input a category and one for anything else. So the number of inputs and their scale are the same
+    whatever the records are. `unit` is a column of ids, of patients for example, which is no input: all records of an id, but no
+    more than the first `most_rows`, are protected as one.
     """
 
     target: str
@@ -115,13 +115,9 @@ class Schema:
         """The inputs [N, D] for columns of text."""
         made = [np.zeros((count, 0), np.float32)]
         for name, (low, high) in self.numeric.items():
-            values, missing = _numbers(columns[name], name, path)
-            scaled = (np.clip(values, low, high) - low) / (high - low) * 2 - 1
-            made.append(np.stack([np.where(missing, 0, scaled), missing], 1).astype(np.float32))  # [N, 2]
-        for name, known in self.categories.items():
-            number = {value: i for i, value in enumerate(known)}
-            chosen = [number.get(value, len(known)) for value in columns[name]]
-            made.append(np.eye(len(known) + 1, dtype=np.float32)[chosen].reshape(count, -1))  # [N, categories + 1]
+            values = _numbers(columns[name], name, path)
+            made.append(np.stack([scaled(values, low, high), np.isnan(values)], 1).astype(np.float32))  # [N, 2]
+        made += [one_hot(columns[name], known) for name, known in self.categories.items()]  # [N, categories + 1]
         return torch.from_numpy(np.concatenate(made, 1))
 
     def findings(self, inputs: Tensor) -> list[str]:
@@ -363,19 +359,12 @@ def _parquet_columns(path: Path, names: list[str]) -> dict[str, list[str]]:
         raise Refusal(f"{path} cannot be read as a Parquet file: {error}") from error
 
 
-def _numbers(texts: Sequence[str], name: str, path: str | Path) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(values, which are missing); a missing value is NaN."""
-    values, wrong = np.full(len(texts), math.nan), 0
-    for i, text in enumerate(texts):
-        if text.lower() in MISSING:
-            continue
-        try:
-            values[i] = float(text)
-        except ValueError:
-            wrong += 1
+def _numbers(texts: Sequence[str], name: str, path: str | Path) -> np.ndarray[Any, Any]:
+    """[N], NaN where missing."""
+    numbers, wrong, _ = parsed(texts)
     if wrong:
         raise Refusal(
             f"{path}: {wrong} of {len(texts)} values in {name!r} are not numbers; repair them, leave them empty, or make it a "
             "column of categories"
         )
-    return values, np.isnan(values)
+    return numbers

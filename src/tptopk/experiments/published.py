@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tptopk.experiments.recipes import METHODS
+
 
 class Value(NamedTuple):
     mean: float
@@ -11,7 +13,6 @@ class Value(NamedTuple):
 
 
 SEEDS = 3  # of each value with a deviation
-METHODS = ("dp-sgd", "tp-rand", "tp-topk", "on-rand", "on-topk")
 Cell = tuple[str, float, str]  # dataset, ε, method
 
 _MAIN = """

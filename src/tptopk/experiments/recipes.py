@@ -17,6 +17,7 @@ from typing import Any
 from tptopk.privacy.refusal import Refusal, nearest
 
 SEEDS = (0, 1, 2)
+DATASETS = ("mnist", "fmnist", "cifar10")  # of the main table
 METHODS = ("dp-sgd", "tp-rand", "tp-topk", "on-rand", "on-topk")
 EPSILONS = (1.0, 3.0, 8.0)
 RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05, 0.01)
@@ -126,13 +127,13 @@ def matched(make: Make, dataset: str, epsilon: float, seed: int, **changes: Any)
 def table_main(make: Make = recipe) -> list[Recipe]:
     return [
         make(dataset, method, epsilon, seed)
-        for dataset in ("mnist", "fmnist", "cifar10")
+        for dataset in DATASETS
         for epsilon in EPSILONS
         for method in METHODS
         for seed in SEEDS
     ] + [
         recipe
-        for dataset in ("mnist", "fmnist", "cifar10")
+        for dataset in DATASETS
         for epsilon in EPSILONS
         for seed in SEEDS
         for recipe in (
@@ -191,7 +192,7 @@ def table_context(make: Make = recipe) -> list[Recipe]:
     ]
     return [
         make(dataset, method, epsilon, seed, variant=variant, **changes)
-        for dataset in ("mnist", "fmnist", "cifar10")
+        for dataset in DATASETS
         for epsilon in EPSILONS
         for method, variant, changes in rows
         for seed in SEEDS

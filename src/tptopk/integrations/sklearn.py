@@ -46,8 +46,9 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     `categories`: a dictionary from a column to the list of its values (one input each, and one for anything else) or to a number
     of buckets, into which values are hashed by a fixed public function. All other columns are numeric. Values are compared as
     a CSV file would hold them: 1, 1.0 and "1" are the same.
-    `missing`: declares that numeric values may be missing (NaN, infinite, None, empty or "NA"). Each numeric column then has a second
-    input that says so, and the value is 0. Otherwise a table with missing values is refused, without saying where.
+    `missing`: declares that numeric values may be missing (NaN, None, empty or "NA"). Each numeric column then has a second input
+    that says so, and the value is 0; an infinite number is not missing but beyond its bound, and is clipped to it. Otherwise a
+    table with missing or infinite values is refused, without saying where.
     `classes`: the class labels. `classes_` holds them sorted. A label that is none of them is refused.
     `dataset_size`: the number of records (of groups, if `fit` is given groups), which you declare public.
 

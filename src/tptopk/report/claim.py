@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.statement import filing
 from tptopk.report.drawings import number, percent
 from tptopk.report.markup import Markup, from_markdown, joined, table, tag
-from tptopk.report.sheet import Sheet
+from tptopk.report.sheet import Sheet, is_number
 from tptopk.training.begun import how_to_resume
 from tptopk.training.verify import UNCHECKED
 
@@ -68,6 +69,21 @@ def filed(sheet: Sheet) -> Markup:
     )
 
 
+def box(colour: str, lead: str, lines: Sequence[str], *, role: str | None = None) -> Markup:
+    """The box at the top: a sign in its colour (good, care or bad), the first words, and the rest, a line a paragraph or a list."""
+    return tag(
+        "div",
+        tag("span", {"good": "✓", "care": "!", "bad": "✕"}[colour], class_="sign", aria_hidden="true"),
+        tag("div", tag("p", lead, class_="lead"), *(line if _is_list(line) else tag("p", line) for line in lines)),
+        class_=f"claim {colour}",
+        role=role,
+    )
+
+
+def _is_list(line: str) -> bool:
+    return isinstance(line, Markup) and line.startswith("<ul")
+
+
 def claim(sheet: Sheet) -> Markup:
     colour, words = standing(sheet)
     verdict, lines = sheet.verdict, []
@@ -111,18 +127,7 @@ def claim(sheet: Sheet) -> Markup:
     unsettled = sum(ok is None for _, ok, _ in verdict.checks)
     left = f"; {unsettled} are open until the run is closed" if unsettled else ""
     lines.append(joined(f"{count} of {len(verdict.checks)} checks hold{left}."))
-    sign = {"good": "✓", "care": "!", "bad": "✕"}[colour]
-    return tag(
-        "div",
-        tag("span", sign, class_="sign", aria_hidden="true"),
-        tag(
-            "div",
-            tag("p", words, class_="lead"),
-            *(line if line.startswith("<ul") else tag("p", line) for line in lines),
-        ),
-        class_=f"claim {colour}",
-        role="status" if colour != "bad" else "alert",
-    )
+    return box(colour, words, lines, role="status" if colour != "bad" else "alert")
 
 
 def key_figures(sheet: Sheet) -> Markup:
@@ -152,7 +157,7 @@ def key_figures(sheet: Sheet) -> Markup:
         taken = len(sheet.steps.step)
         tiles.append((f"{taken:,}", "steps taken", f"of {plan.steps:,} planned"))
     seconds = sheet.summary.get("seconds")
-    if isinstance(seconds, (int, float)) and math.isfinite(seconds):
+    if is_number(seconds):
         tiles.append((_duration(seconds), "training time", _engine(sheet.summary.get("engine"))))
     return tag(
         "dl",
@@ -237,9 +242,9 @@ def audited(sheet: Sheet) -> Markup:
         )
         return tag("p", words, class_="absent")
     bounds = found.get("at_least")
-    values = {str(k): float(v) for k, v in bounds.items() if _finite(v)} if isinstance(bounds, dict) else {}
+    values = {str(k): float(v) for k, v in bounds.items() if is_number(v)} if isinstance(bounds, dict) else {}
     consistent = found.get("verdict") == "consistent"
-    claimed = float(found.get("claimed", math.nan)) if _finite(found.get("claimed")) else math.nan
+    claimed = float(found["claimed"]) if is_number(found.get("claimed")) else math.nan
     most = max(values.values(), default=0.0)
     lead = (
         "The attacks found nothing that contradicts the claim."
@@ -248,7 +253,10 @@ def audited(sheet: Sheet) -> Markup:
     )
     rows: list[list[object]] = [[f"by attack, {name}", f"at least {value:.3f}"] for name, value in values.items()]
     rows.append(["by calculation", f"at most {claimed:.3f}" if math.isfinite(claimed) else "unknown"])
-    words = f"{_count(found.get('observations'))} observations; each bound is wrong at most {_text_or_number(found.get('error_rate'))} of the time. An attack can only show that ε is at least so much; the calculation shows that it is at most so much. Both hold if the first is below the second."
+    words = (
+        f"{_count(found.get('observations'))} observations; each bound is wrong at most {_text_or_number(found.get('error_rate'))} of the time. An attack "
+        "can only show that ε is at least so much; the calculation shows that it is at most so much. Both hold if the first is below the second."
+    )
     top = max(claimed, most) if math.isfinite(claimed) else most
     scale = (
         tag(
@@ -267,10 +275,6 @@ def audited(sheet: Sheet) -> Markup:
         table(["ε", "found"], rows, "Audit"),
         tag("p", words, class_="aside"),
     )
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _count(value: object) -> str:

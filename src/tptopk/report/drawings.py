@@ -18,6 +18,7 @@ WIDTH, HEIGHT = 460, 270
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 26, 46
 LEVELS = 5  # of density in a map
 ROWS_SHOWN = 12  # of the numbers under a curve
+NAME_WIDTH = 44  # characters of a group's name in a line
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,6 @@ def chart(
     x_format: Format = number,
     y_format: Format = number,
     log_x: bool = False,
-    y_from_zero: bool = True,
     y_most: float | None = None,
 ) -> Markup:
     """A chart that says its numbers on hover and by arrow keys, and holds them as a table besides."""
@@ -95,11 +95,10 @@ def chart(
     shown = [y for c in curves for y in (*c.ys, *(c.low or ()), *(c.high or ()))]
     shown += [mark.at for mark in marks if not mark.upright]
     left, right = min(xs), max(xs)
-    least = 0.0 if y_from_zero else min(shown)
     most = y_most if y_most is not None else max(shown)
     if right <= left:
         right = left + 1
-    ticks = _ticks(least, most if most > least else least + 1)
+    ticks = _ticks(0.0, most if most > 0 else 1.0)
     bottom, top = ticks[0], max(ticks[-1], most)
 
     def across(x: float) -> float:
@@ -304,11 +303,11 @@ def density_map(mask: NDArray[np.bool_], cells: int, label: str) -> Markup:
 # ---- Several runs ------------------------------------------------------------------------------------------------------
 
 
-def _lines(words: str, most: int = 44) -> list[str]:
+def _lines(words: str) -> list[str]:
     """Words broken at commas, so that each line fits a phone."""
     lines = [""]
     for part in words.split(", "):
-        if lines[-1] and len(lines[-1]) + len(part) + 2 > most:
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > NAME_WIDTH:
             lines[-1] += ","
             lines.append(part)
         else:

@@ -20,7 +20,7 @@ from tptopk import __version__
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
-from tptopk.report.claim import pill
+from tptopk.report.claim import box, pill
 from tptopk.report.drawings import error_bars, percent
 from tptopk.report.markup import Markup, joined, table, tag
 from tptopk.report.sections import figure, run_sections
@@ -206,13 +206,6 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
         )
     colour = "bad" if failing else "care" if open_ or seeded or loose or unfinished else "good"
     lead = "Some runs fail their checks" if failing else "The checks of all private runs hold"
-    sign = {"good": "✓", "care": "!", "bad": "✕"}[colour]
-    claim = tag(
-        "div",
-        tag("span", sign, class_="sign", aria_hidden="true"),
-        tag("div", tag("p", lead, class_="lead"), *(tag("p", line) for line in lines)),
-        class_=f"claim {colour}",
-    )
     cells: list[list[object]] = [
         [
             row["label"],
@@ -238,7 +231,8 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
             "div",
             figure(
                 error_bars(bars, "test accuracy, %"),
-                "Each dot is a run, the diamond their mean, the bar one standard deviation to either side. A few runs do not make a ranking: where bars overlap, the difference may be chance.",
+                "Each dot is a run, the diamond their mean, the bar one standard deviation to either side. A few runs do not make a ranking: where "
+                "bars overlap, the difference may be chance.",
             ),
             class_="figures",
         )
@@ -251,7 +245,7 @@ def _compared(sheets: Sequence[Sheet]) -> Markup:
         drawing,
         table(head, cells, "± is one standard deviation over the runs of a row"),
     )
-    return joined(claim, comparison, tag("h2", "Each run"))
+    return joined(box(colour, lead, lines), comparison, tag("h2", "Each run"))
 
 
 def _glossary() -> Markup:

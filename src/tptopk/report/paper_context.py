@@ -71,7 +71,7 @@ def medical_table(medical: Outcomes) -> str:
 def context_table(context: Outcomes, main: Outcomes) -> str:
     rows = []
     peers = recipes.table_context(recipes.quick_recipe)
-    for dataset in ("mnist", "fmnist", "cifar10"):
+    for dataset in recipes.DATASETS:
         own: list[tuple[str, Outcomes, dict[str, Any]]] = [
             (method, main, {"method": method, "variant": PAPER}) for method in ("dp-sgd", "tp-rand", "tp-topk")
         ]
@@ -97,7 +97,7 @@ def context_table(context: Outcomes, main: Outcomes) -> str:
 def advice_table(main: Outcomes, ratio: Outcomes) -> str:
     """What `advise` said at the end of each warm-up of the main table, beside what the tables show."""
     rows, agreed = [], Counter[str]()
-    for dataset in ("mnist", "fmnist", "cifar10"):
+    for dataset in recipes.DATASETS:
         for epsilon in recipes.EPSILONS:
             where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
             advised = [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
-from tptopk.report.outcomes import Difference, Outcomes, Spread, paired, spread, unpaired
+from tptopk.report.outcomes import LEVEL, Difference, Outcomes, Spread, paired, spread, unpaired
 
 NAMES = {
     "mnist": "MNIST",
@@ -89,14 +89,14 @@ def differences(main: Outcomes, comparison: Comparison) -> dict[tuple[str, float
         (dataset, epsilon): paired(
             *(main.values(dataset=dataset, target_epsilon=epsilon, method=m, variant=v) for m, v in sides)
         )
-        for dataset in ("mnist", "fmnist", "cifar10")
+        for dataset in recipes.DATASETS
         for epsilon in recipes.EPSILONS
     }
 
 
 def main_accuracy(main: Outcomes) -> str:
     rows = []
-    for dataset in ("mnist", "fmnist", "cifar10"):
+    for dataset in recipes.DATASETS:
         for epsilon in recipes.EPSILONS:
             where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
             head = [NAMES[dataset], f"{epsilon:g}"]
@@ -154,7 +154,7 @@ def main_summary(main: Outcomes) -> str:
     head = ["comparison", "cells", "higher", "lower", "no difference seen", "one seed", NOT_RUN]
     text = table([*head, "higher in the paper", "reproduced: yes / in direction / undecided / no"], rows)
     if intervals:
-        text += f"\n\nOf {intervals} such intervals about {0.05 * intervals:.1f} exclude 0 by chance alone when nothing differs."
+        text += f"\n\nOf {intervals} such intervals about {(1 - LEVEL) * intervals:.1f} exclude 0 by chance alone when nothing differs."
     levels = [
         (own.mean, published.MAIN[dataset, epsilon, method].mean)
         for dataset, epsilon, method in published.MAIN

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tptopk.report import paper_tables as tables
 from tptopk.report.figures import energy_figure, pipeline_figure
 from tptopk.report.outcomes import Outcomes, read
 from tptopk.report.paper_tables import NAMES, NOT_RUN, table
+from tptopk.report.paper_tuning import tuned
 
 DRAWN = {"dataset": "cifar10", "method": "tp-topk", "target_epsilon": 3.0, "seed": 0, "variant": PAPER}
 TUNING = ("tuning", "tuning_range")
@@ -101,7 +101,8 @@ def document(
             "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further. "
             "TP-TopK differs from DP-SGD by more than its support: two phases of different noise, a second learning rate, averaged weights, each as tuned. "
             "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support alone. "
-            "TP-Rand has TP-TopK's recipe wherever its own has other steps, noise or learning rates; where these are equal it has its own, which may differ in how weights are averaged.",
+            "TP-Rand has TP-TopK's recipe wherever its own has other steps, noise or learning rates; where these are equal it has its own, which may "
+            "differ in how weights are averaged.",
             tables.ratio_table(found["ratio"]),
         ),
         "## Was the advice right?",
@@ -110,9 +111,9 @@ def document(
         *section("Split of steps and budget", "table-split", "split", "TP-TopK on CIFAR-10, ε = 3, ρ = .40.", tables.split_table(found["split"])),
         *section(
             "Medical images: PneumoniaMNIST as a stand-in for EyePACS", "table-medical", "medical",
-            "EyePACS could not be had, so none of the paper's medical numbers is reproduced. PneumoniaMNIST, pneumonia (positive) against normal, stands in: "
-            "other images, other classes, other sizes. Its minority is *normal*, so minority recall is specificity there; in EyePACS the minority is positive, and it is sensitivity. "
-            "The threshold is one half.",
+            "EyePACS could not be had, so none of the paper's medical numbers is reproduced. PneumoniaMNIST, pneumonia (positive) against normal, "
+            "stands in: other images, other classes, other sizes. Its minority is *normal*, so minority recall is specificity there; in EyePACS the "
+            "minority is positive, and it is sensitivity. The threshold is one half.",
             others.medical_table(found["medical"]),
         ),
         *section(
@@ -135,7 +136,7 @@ def document(
         _accounting(main),
         _accountants(found),
         "## Tuning",
-        _tuning(tuning),
+        tuned(tuning),
         "## Where the paper disagrees with itself",
         "\n".join(f"- {item}" for item in published.DISAGREEMENTS),
         "## Left out, and what differs",
@@ -149,8 +150,8 @@ def _took(main: Outcomes) -> str:
     if not own:
         return ""
     return (
-        f" The {len(own)} runs of the five methods' own recipes that were made on a GPU took {sum(own):,.0f} s, each process counting its own: they were made by two processes at a time on one GPU. "
-        "Loading, features and the calibration of noise are not in that."
+        f" The {len(own)} runs of the five methods' own recipes that were made on a GPU took {sum(own):,.0f} s, each process counting its own: they "
+        "were made by two processes at a time on one GPU. Loading, features and the calibration of noise are not in that."
     )
 
 
@@ -158,12 +159,16 @@ def _how(found: Mapping[str, Outcomes]) -> str:
     seeds = found["main"].seeds
     freedom = f"with {seeds} seeds, {seeds - 1} degrees of freedom" if seeds > 1 else "which one seed does not give"
     return (
-        "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the averaging of weights are each "
-        "method's own, as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ in their ranking alone. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example "
-        "is the image and its mirror: their gradients are averaged before clipping, and predictions are averaged over the two. A difference is taken seed by seed, and its "
-        f"95% interval is Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means tp-topk − dp-sgd "
-        "and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference, whose own deviations count where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; "
-        "*in direction* when its size is ruled out; *undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second file says from which it was `taken_from`."
+        "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the "
+        "averaging of weights are each method's own, as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ "
+        "in their ranking alone. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example is the image and its mirror: their gradients "
+        "are averaged before clipping, and predictions are averaged over the two. A difference is taken seed by seed, and its 95% interval is "
+        f"Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means "
+        "tp-topk − dp-sgd and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference, whose own deviations count "
+        "where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; *in direction* when its size is ruled out; "
+        "*undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; "
+        "they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second "
+        "file says from which it was `taken_from`."
     )
 
 
@@ -196,7 +201,7 @@ def _seconds(runs: list[dict[str, Any]]) -> float:
 
 def _accounting(main: Outcomes) -> str:
     rows = []
-    for dataset in ("mnist", "fmnist", "cifar10"):
+    for dataset in recipes.DATASETS:
         for epsilon in recipes.EPSILONS:
             for method in recipes.METHODS:
                 where: dict[str, Any] = {
@@ -242,81 +247,17 @@ def _accountants(found: Mapping[str, Outcomes]) -> str:
     return table(["file", "private runs", "PLD − target, largest", "second opinion − PLD", "RDP − PLD"], rows)
 
 
-def _tuning(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
-    trials = tuning["tuning"]
-    parts = [
-        "What the paper does not say (network, batch, learning rates, epochs) was chosen by `python benchmarks/tune_paper.py --device cuda` on training records that were held out; "
-        "the test set was not read. That program has one grid for all methods of a cell; below are the trials that are there."
-    ]
-    if tuning["tuning_range"]:
-        parts.append(
-            f"An earlier, incomplete round of {len(tuning['tuning_range'])} trials (`tuning_range.jsonl`) set the range of learning rates."
-        )
-    if any(run["recipe"]["dataset"] == "cifar10" for run in trials):
-        parts.append(
-            "On CIFAR-10 the larger of two learning rates was the best on held-out records for every sparse method, so a third was added, after nine of its runs had been "
-            "finished; six of them were replaced by runs of the new choice."
-        )
-    cells: dict[tuple[str, float], list[dict[str, Any]]] = {}
-    for trial in trials:
-        cells.setdefault((trial["recipe"]["dataset"], trial["recipe"]["target_epsilon"]), []).append(trial["recipe"])
-
-    def values(of: list[dict[str, Any]], *keys: str) -> str:
-        return ", ".join(f"{v:g}" for v in sorted({r[key] for r in of for key in keys if r.get(key) is not None}))
-
-    rows = [
-        [
-            NAMES.get(dataset, dataset), f"{epsilon:g}", values(of, "batch_size"), values(of, "epochs"),
-            values(of, "learning_rate", "second_learning_rate"), values(of, "held_out"),
-            ", ".join(f"{m} {sum(r['method'] == m for r in of)}" for m in dict.fromkeys(r["method"] for r in of)),
-        ]
-        for (dataset, epsilon), of in sorted(cells.items())
-    ]  # fmt: skip
-    if rows:
-        head = ["dataset", "ε", "batch", "epochs tried", "learning rates tried", "held-out records", "trials by method"]
-        parts.append(table(head, rows))
-    else:
-        parts.append(f"`tuning.jsonl`: {NOT_RUN}.")
-    try:
-        chosen = tomllib.loads(recipes.TUNED.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        parts.append(f"Nothing is chosen yet: `{recipes.TUNED.name}` is not there.")
-        return "\n\n".join(parts)
-
-    def edge(dataset: str, epsilon: str, method: str, rate: float) -> str:
-        """Whether the rate that was tuned is the lowest or the highest of those tried for the method."""
-        of = [r for r in cells.get((dataset, float(epsilon)), []) if r["method"] == method]
-        tried = sorted({r.get("second_learning_rate") or r["learning_rate"] for r in of})
-        return "" if len(tried) < 2 else " (lowest)" if rate == tried[0] else " (highest)" if rate == tried[-1] else ""
-
-    rows = [
-        [
-            NAMES.get(dataset, dataset), epsilon, method, f"{c['batch_size']}", f"{c['epochs']:g}",
-            f"{c['learning_rate']:g}" + ("" if "second_learning_rate" in c else edge(dataset, epsilon, method, c["learning_rate"])),
-            f"{rate:g}" + edge(dataset, epsilon, method, rate) if (rate := c.get("second_learning_rate")) else "–",
-            f"{c['ema']:g}" if "ema" in c else "–",
-            f"{c['held_out']:.2f}" if "held_out" in c else "taken from another ε",
-        ]
-        for dataset, by_epsilon in chosen.items()
-        for epsilon, by_method in by_epsilon.items()
-        for method, c in by_method.items()
-    ]  # fmt: skip
-    head = ["dataset", "ε", "method", "batch", "epochs", "learning rate", "after the warm-up", "weights averaged by", "held-out accuracy (AUC × 100)"]  # fmt: skip
-    parts.append(
-        "A choice marked *lowest* or *highest* is on the edge of the learning rates that were tried for it in that cell: one beyond might be better. DP-SGD on CIFAR-10 is such a choice."
-    )
-    parts += [f"Chosen (`src/tptopk/experiments/{recipes.TUNED.name}`):", table(head, rows)]
-    return "\n\n".join(parts)
-
-
 def _left_out() -> str:
     items = [
-        "EyePACS: its images are behind an account with the competition that published them. PneumoniaMNIST stands in and is called so wherever its figures appear. `tptopk data` reads "
-        "EyePACS in its official layout for whoever has it.",
-        "The paper's network is not known. Ours are a CNN on scattering features (as in H-CNN), whose channels are standardised by two private queries (σ = 32) that are charged in every plan. "
-        "Clip norm .1, momentum .9; on Fashion-MNIST, CIFAR-10 and the stand-in for EyePACS the image and its mirror are one example, in training and in testing (the PneumoniaMNIST stand-in's figures too).",
-        "AUTO-S, SA-DP-SGD and random sparsification have the learning rate, epochs and averaging that were tuned for the method they change (DP-SGD, DP-SGD, ON-Rand), and were not tuned themselves. Wide residual networks are only quoted.",
-        "The paper accounts by RDP; here noise is set by privacy loss distributions, which is less noise for the same ε. The RDP value of every cell stands in the table of privacy.",
+        "EyePACS: its images are behind an account with the competition that published them. PneumoniaMNIST stands in and is called so wherever its "
+        "figures appear. `tptopk data` reads EyePACS in its official layout for whoever has it.",
+        "The paper's network is not known. Ours are a CNN on scattering features (as in H-CNN), whose channels are standardised by two private queries "
+        "(σ = 32) that are charged in every plan. Clip norm .1, momentum .9; on Fashion-MNIST, CIFAR-10 and the stand-in for EyePACS the image and its "
+        "mirror are one example, in training and in testing (the PneumoniaMNIST stand-in's figures too).",
+        "AUTO-S, SA-DP-SGD and random sparsification have the learning rate, epochs and averaging that were tuned for the method they change (DP-SGD, "
+        "DP-SGD, ON-Rand), and were not tuned themselves. Wide residual networks are only quoted.",
+        "The paper accounts by RDP; here noise is set by privacy loss distributions, which is less noise for the same ε. The RDP value of every cell "
+        "stands in the table of privacy.",
         "The paper's ablation on ρ at smaller ε is described there without numbers; ours at ε = 1 has none to stand beside.",
         "The paper gives no numbers for ρ̂_sig and α̂_oracle.",
     ]

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from tptopk.privacy import accounting
 from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
@@ -80,7 +80,7 @@ class Sheet:
         """The test metrics that are numbers."""
         found = self.summary.get("test")
         items = found.items() if isinstance(found, dict) else ()
-        return {str(name): float(value) for name, value in items if _is_number(value)}
+        return {str(name): float(value) for name, value in items if is_number(value)}
 
     @property
     def delta_too_large(self) -> bool:
@@ -144,7 +144,8 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value that a file holds is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -156,7 +157,7 @@ def _steps(path: Path) -> Steps:
             try:
                 values = json.loads(line)
                 step, active, norm = values["step"], values["support_size"], values["gradient_norm"]
-                if not (_is_number(step) and _is_number(active) and (norm is None or _is_number(norm))):
+                if not (is_number(step) and is_number(active) and (norm is None or is_number(norm))):
                     raise ValueError(line)
             except (ValueError, KeyError, TypeError, RecursionError):
                 found.damaged += 1

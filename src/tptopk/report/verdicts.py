@@ -132,7 +132,7 @@ def print_advice(advice: Advice, console: Console) -> None:
         )
     low, high = advice.step_energy
     console.print(
-        f"energy of a step's gradient: {_between(low, high)}, with the at most {advice.sampling_energy:.2g} that sampling adds taken off; "
+        f"energy of a step's gradient: {_between(low, high)}, after subtracting up to {advice.sampling_energy:.2g} for sampling; "
         f"of their mean: {max(0.0, advice.signal.estimate):.2g}"
     )
 
