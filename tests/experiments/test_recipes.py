@@ -11,6 +11,7 @@ import torch
 
 from tests.data.made import make_mnist
 from tptopk.experiments import published, recipes, reproduce
+from tptopk.privacy import accounting
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.standardize import Standardize
 
@@ -162,3 +163,13 @@ def test_an_unknown_network_is_refused(tmp_path):
     r = replace(recipes.quick_recipe("mnist", "dp-sgd", 3.0, 0), network="scatter-cmn")
     with pytest.raises(Refusal, match="did you mean 'scatter-cnn'"):
         reproduce.run_one(r, str(tmp_path), "cpu")
+
+
+@pytest.mark.parametrize("epsilon", recipes.EPSILONS)
+def test_what_annealing_asks_leaves_the_budget_room_to_train(epsilon):
+    """At ε = 1 the default noise of its questions alone costs more than the whole budget."""
+    recipe = next(r for r in recipes.table_context() if r.annealed and r.target_epsilon == epsilon)
+    plan = reproduce.planned(recipe, 60_000, ())
+    assert 0.99 * epsilon <= plan.epsilon() <= epsilon
+    asked = accounting.epsilon([query.segment for query in plan.queries], plan.delta)
+    assert 0.19 * epsilon <= asked <= 0.2 * epsilon

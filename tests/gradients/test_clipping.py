@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,30 @@ def test_a_bad_record_is_no_error_of_a_loss_that_checks_its_input(engine):
         for i in (torch.arange(6), others)
     )
     torch.testing.assert_close(total, good)
+
+
+@pytest.mark.parametrize("engine", ["capture", "vmap", "reference"])
+@pytest.mark.parametrize("bad", [float("nan"), 2.0, -0.1, float("inf")])
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy, nn.BCELoss(), partial(F.binary_cross_entropy)])
+def test_a_target_that_a_loss_raises_for_is_a_zero(engine, bad, loss):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 2), nn.Sigmoid())
+    x, y = torch.randn(5, 4), torch.rand(5, 2)
+    others = torch.tensor([0, 1, 3, 4])
+    good = flat(clipped_sum(model, loss, (x[others], y[others]), Support.full(model), 0.1, engine=engine))
+    y[2, 1] = bad
+    torch.testing.assert_close(flat(clipped_sum(model, loss, (x, y), Support.full(model), 0.1, engine=engine)), good)
+
+
+@pytest.mark.parametrize("bad", [3, -2, 10**6])
+def test_a_list_of_classes_that_a_loss_raises_for_is_a_zero(bad):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 3), torch.randn(5, 4), torch.tensor([[0, 2, -1]]).repeat(5, 1)
+    others = torch.tensor([0, 1, 3, 4])
+    loss = F.multilabel_margin_loss
+    good = flat(clipped_sum(model, loss, (x[others], y[others]), Support.full(model), 0.1))
+    y[2, 0] = bad
+    torch.testing.assert_close(flat(clipped_sum(model, loss, (x, y), Support.full(model), 0.1)), good)
 
 
 def test_a_class_that_is_ruled_out_is_no_bad_record():

@@ -128,3 +128,26 @@ def test_an_open_run_has_no_end(tmp_path):
 def test_a_delta_of_one_in_n_is_too_large():
     with pytest.warns(UserWarning, match="delta = 0.001"):
         assert replace(PLAN, delta=1e-3).delta_too_large and not PLAN.delta_too_large
+
+
+def test_a_delta_that_pld_does_not_reach_has_a_statement(tmp_path):
+    """Refused after everything is charged, it would leave a run without one."""
+    small = replace(PLAN, delta=1e-13, accountant="rdp")
+    with pytest.raises(Refusal, match="use accountant='rdp'"):
+        replace(small, accountant="pld").epsilon()
+    ledger = Ledger(small, tmp_path / "l")
+    ledger.charge_queries()
+    ledger.charge(0, 0, 5)
+    ledger.close("finished", {})
+    words = stated(tmp_path / "l")
+    assert "δ = 1e-13" in words and "Without that assumption the same noise gives ε = " in words
+    record = read_ledger(tmp_path / "l")
+    assert as_values(record.plan, facts_of(record))["epsilon_without_amplification"] > 0
+
+
+@pytest.mark.parametrize("word", ["**free**", "a|b", "<script>", "two\nlines", "x" * 41, 7, "[a](b)", "# head"])
+def test_no_word_of_a_plan_is_more_than_a_word_in_a_statement(word):
+    with pytest.raises(Refusal, match="without Markdown's characters"):
+        replace(PLAN.phases[0], name=word)
+    with pytest.raises(Refusal, match="without Markdown's characters"):
+        replace(PLAN, unit=word)

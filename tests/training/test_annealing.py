@@ -131,3 +131,32 @@ def test_a_model_that_remembers_what_it_was_asked_is_stopped():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="nothing was released"):
         tptopk.fit(model, data(), plan(settings), optimizer, loss=F.cross_entropy, annealing=settings)
+
+
+def test_a_record_moves_a_long_sum_of_changes_by_the_bound():
+    """As for Standardize: float32 would be driven about by the other records' last bits."""
+    size, fill = 512, 2**17
+    settings = Annealing(bound=1.0)
+
+    def asked(first):
+        x = torch.zeros(fill + 601 * size, 1)
+        x[:fill], x[fill], x[fill + size :: size] = 1.0, 0.5, -0.9 * 2.0 ** (17 - 24)
+        x[0] = first
+        numbers = Plan.calibrate(
+            "dp-sgd", epsilon=3.0, delta=1e-9, batch_size=len(x), dataset_size=len(x), steps=1, accountant="rdp",
+            queries=replace(settings, noise_multiplier=30.0).queries(1, 1.0),
+        )  # fmt: skip
+        model, found = nn.Linear(1, 1, bias=False), []
+        nn.init.zeros_(model.weight)
+        mechanism = Mechanism(model, lambda m, b: m(b)[:, 0], numbers, Ledger(numbers), Streams("r"))
+        mechanism.answer = lambda index, total, step: found.append(float(total)) or total
+        annealer = Annealer(
+            replace(settings, noise_multiplier=30.0), model, lambda m, b: m(b)[:, 0], Records(x), numbers, mechanism,
+            Streams("r"), size, CPU,
+        )  # fmt: skip
+        with torch.no_grad():
+            model.weight.fill_(1.0)  # each record's loss changes by the record itself
+        annealer.judge()
+        return found[0]
+
+    assert abs(asked(1.0) - asked(torch.nan)) <= 1 + 1e-6

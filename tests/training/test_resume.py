@@ -400,6 +400,42 @@ def test_verify_finds_what_was_changed(tmp_path):
     assert "run.json" in [what for what, ok, _ in verify(folder).checks if not ok]
 
 
+@pytest.mark.parametrize(
+    "name, wrong", [("epsilon", 0.1), ("delta", 1e-12), ("method", "dp-sgd"), ("status", "interrupted")]
+)
+def test_verify_finds_another_figure_in_run_json(tmp_path, name, wrong):
+    run(tmp_path / "run")
+    summary = json.loads((tmp_path / "run" / "run.json").read_text())
+    (tmp_path / "run" / "run.json").write_text(json.dumps({**summary, name: wrong}))
+    assert [what for what, ok, _ in verify(tmp_path / "run").checks if ok is False] == ["run.json"]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_ledger_whose_end_was_cut_off_is_found(tmp_path, told):
+    """Its chain is whole. But files that the run left know of more lines than there are."""
+    folder = tmp_path / "run"
+    run(folder)
+    lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (folder / "ledger.jsonl").write_text("".join(lines[:6]))
+    if not told:  # run.json is gone too: the weights still name the last line
+        (folder / "run.json").unlink()
+    found = verify(folder)
+    assert not found.holds and "lines are missing" in next(words for what, ok, words in found.checks if ok is False)
+    if told:
+        with pytest.raises(Refusal, match="lines are missing"):
+            tptopk.load(folder, nn.Linear(6, 3))
+
+
+def test_a_loaded_runs_caveats_are_its_ledgers(tmp_path):
+    """run.json is read for what changes no figure; that a run was seeded is not of that kind."""
+    run(tmp_path / "run", seed=3)
+    summary = json.loads((tmp_path / "run" / "run.json").read_text())
+    summary["facts"]["seeded"] = False
+    (tmp_path / "run" / "run.json").write_text(json.dumps(summary))
+    loaded = tptopk.load(tmp_path / "run", nn.Linear(6, 3))
+    assert loaded.facts.seeded and "Not for release" in loaded.statement()
+
+
 def test_no_file_of_a_run_holds_a_secret_or_a_generators_state(tmp_path, monkeypatch):
     secret = bytes(range(100, 132))
     monkeypatch.setattr("tptopk.privacy.randomness.secrets.token_bytes", lambda n: secret[:n])

@@ -221,3 +221,26 @@ def test_what_does_not_fit_is_refused(tmp_path):
         tptopk.fit(other, data(), plan(layer), optimizer, loss=F.cross_entropy, standardize=layer)
     with pytest.raises(Refusal, match="one positive number"):
         Standardize(torch.tensor([1.0, 0.0]))
+
+
+def test_a_record_moves_a_long_sum_by_its_norm():
+    """In float32 records that sum to 0.9 of its last bit would add a whole one below a power of two, and none above it."""
+    size, fill = 512, 2**17
+    last_bit = 2.0 ** (17 - 24)
+    x = torch.zeros(fill + 601 * size, 1)
+    x[:fill], x[fill], x[fill + size :: size] = 1.0, 0.5, -0.9 * last_bit
+    layer, sums = Standardize(torch.ones(1)), []
+
+    class Exact:
+        def query_clip_norm(self, index):
+            return layer.queries()[index].clip_norm
+
+        def answer(self, index, total, step=0):
+            sums.append(float(total))
+            return torch.zeros_like(total)
+
+    near = x.clone()
+    near[0] = torch.nan  # contributes nothing
+    for records in (x, near):
+        layer.ask(Records((records, torch.zeros(len(records)))), Exact(), size, CPU)
+    assert abs(sums[0] - sums[2]) <= 1 + 1e-6 and abs(sums[1] - sums[3]) <= 1 + 1e-6

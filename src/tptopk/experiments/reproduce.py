@@ -22,7 +22,8 @@ from torch.nn import functional as F
 from tptopk.experiments.features import Features, features
 from tptopk.experiments.recipes import PAPER, TABLES, Recipe, completed
 from tptopk.models import networks
-from tptopk.privacy import second_opinion
+from tptopk.privacy import accounting, second_opinion
+from tptopk.privacy.accounting import Segment
 from tptopk.privacy.ledger import versions
 from tptopk.privacy.methods import method_named
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
@@ -41,6 +42,8 @@ NETWORKS: dict[str, Network] = {
     "scatter-cnn-small": lambda classes, shape: networks.scatter_cnn_small(classes),
     "scatter-linear": lambda classes, shape: networks.scatter_linear(math.prod(shape), classes),
 }
+
+ASKING = 0.2  # of ε: what the questions of annealing may cost alone
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -185,7 +188,7 @@ def network_for(r: Recipe, x: Tensor, scale: Tensor) -> nn.Sequential:
 def train_one(r: Recipe, train: tuple[Tensor, Tensor], model: nn.Sequential, **options: Any) -> Run:
     x, y = train
     plan, layer = plan_for(r, x, model), _standardize(model)
-    annealing = Annealing() if r.annealed else None
+    annealing = _annealing(r, len(x)) if r.annealed else None
     rates = [r.learning_rate, r.second_learning_rate or r.learning_rate][: len(plan.phases)]
     optimizer = torch.optim.SGD(model.parameters(), lr=r.learning_rate, momentum=r.momentum)
     with warnings.catch_warnings():
@@ -233,8 +236,23 @@ def planned(r: Recipe, size: int, queries: tuple[Phase, ...]) -> Plan:
 
 def _questions(r: Recipe, size: int) -> tuple[Phase, ...]:
     """What annealing asks of the data beside the gradients."""
+    steps, rate = _steps(r, size)
+    return _annealing(r, size).queries(steps, rate) if r.annealed else ()
+
+
+def _steps(r: Recipe, size: int) -> tuple[int, float]:
     rate = min(r.batch_size, size) / size
-    return Annealing().queries(max(1, round(r.epochs / rate)), rate) if r.annealed else ()
+    return max(1, round(r.epochs / rate)), rate
+
+
+def _annealing(r: Recipe, size: int) -> Annealing:
+    """Asks with so much noise that all questions alone would cost a fifth of ε."""
+    return Annealing(noise_multiplier=_question_noise(ASKING * r.target_epsilon, r.delta, *_steps(r, size)))
+
+
+@lru_cache(maxsize=64)
+def _question_noise(epsilon: float, delta: float, steps: int, rate: float) -> float:
+    return accounting.noise_for(epsilon, delta, "pld", Segment(0.0, rate, steps))
 
 
 @lru_cache(maxsize=256)
