@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import tptopk
+from tptopk.privacy import ledger as ledger_module
 from tptopk.privacy.account import open_account, read_account
 from tptopk.privacy.accounting import renyi_cost
 from tptopk.privacy.ledger import Ledger
@@ -426,13 +427,39 @@ def test_a_ledger_whose_end_was_cut_off_is_found(tmp_path, told):
             tptopk.load(folder, nn.Linear(6, 3))
 
 
+@pytest.mark.parametrize("kind", ["queries", "steps"])
+def test_an_interrupt_between_a_charge_and_its_count_leaves_a_folder_that_holds(tmp_path, monkeypatch, kind):
+    """The line is on the disk and nobody knows of it yet: it is charged all the same, in every file."""
+    append = ledger_module.append_durably
+    left = {"queries": 3, "steps": 7}[kind]  # of the lines: the plan, the attempt, then what is charged
+
+    def interrupted(file, text):
+        nonlocal left
+        append(file, text)
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ledger_module, "append_durably", interrupted)
+    plan = dataclasses.replace(PLAN, queries=(dataclasses.replace(PLAN.phases[0], steps=1, name="asked elsewhere"),))
+    model = nn.Linear(6, 3)
+    with pytest.raises(KeyboardInterrupt):
+        tptopk.fit(
+            model, data(), plan, torch.optim.SGD(model.parameters(), lr=0.1), loss=F.cross_entropy, out=tmp_path / "run"
+        )
+    verdict = verify(tmp_path / "run")
+    assert verdict.holds, [words for _, ok, words in verdict.checks if ok is False]
+    assert verdict.facts.charged_steps[0] == (0 if kind == "queries" else 4)
+    assert tptopk.load(tmp_path / "run", nn.Linear(6, 3)).epsilon == pytest.approx(verdict.epsilon)
+
+
 def test_a_loaded_runs_caveats_are_its_ledgers(tmp_path):
     """run.json is read for what changes no figure; that a run was seeded is not of that kind."""
     run(tmp_path / "run", seed=3)
     summary = json.loads((tmp_path / "run" / "run.json").read_text())
     summary["facts"]["seeded"] = False
     (tmp_path / "run" / "run.json").write_text(json.dumps(summary))
-    loaded = tptopk.load(tmp_path / "run", nn.Linear(6, 3))
+    loaded = tptopk.load(tmp_path / "run", nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
     assert loaded.facts.seeded and "Not for release" in loaded.statement()
 
 

@@ -297,6 +297,15 @@ class Ledger:
         os.ftruncate(self._file, self._size)
         self.length, self.head = len(lines), lines[-1]["hash"] if lines else START
 
+    def recount(self) -> None:
+        """After an interrupt: what the file holds is charged, and what was not counted here when it came is lost."""
+        if self._file is None or self.path is None or self._broken:
+            return
+        self._read_back()
+        found = read_ledger(self.path)
+        self._charged_queries |= found.queries
+        self.lost += found.charged - self.charged
+
     def _write(self, text: bytes) -> None:
         assert self._file is not None
         try:

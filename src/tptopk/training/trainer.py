@@ -248,6 +248,7 @@ def fit(
         status = "interrupted"
         raise
     finally:
+        ledger.recount()
         if average is not None and history:
             average.write_to_model()
         model.eval()
