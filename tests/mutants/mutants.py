@@ -315,7 +315,7 @@ def mask_chosen_from_gradients_without_noise() -> None:
 @mutant(
     *(
         f"{UPDATES}inactive_coordinates_never_move[{name}]"
-        for name in ("momentum", "decay", "adam", "adamw", "rmsprop", "adagrad")
+        for name in ("momentum", "decay", "adam", "adamw", "rmsprop", "adagrad", "muon")
     )
 )
 def optimizer_state_moves_inactive_coordinates() -> None:
@@ -331,7 +331,7 @@ def optimizer_state_moves_inactive_coordinates() -> None:
 @mutant(
     *(
         f"{UPDATES}optimizer_state_is_projected_when_the_support_changes[{name}]"
-        for name in ("momentum", "decay", "adam", "adamw")
+        for name in ("momentum", "decay", "adam", "adamw", "muon")
     )
 )
 def optimizer_state_kept_across_supports() -> None:
