@@ -187,6 +187,14 @@ def sums_made_anew_taken_for_exact() -> None:
     products.Products._cancelling = lambda self, squares, most: torch.zeros_like(squares)
 
 
+@mutant(
+    f"{RULES}rows_of_an_example_are_averaged_before_they_are_clipped[0-1.0-linear on a sequence]",
+    "tests/gradients/test_cancelling.py::test_records_that_do_not_cancel_are_clipped_as_ever",
+)
+def ordinary_records_clipped_as_if_they_cancelled() -> None:
+    products.Products._cancelling = lambda self, squares, most: torch.full_like(squares, 1e6)
+
+
 @mutant(f"{SENSITIVITY}[capture-False-0]")
 def each_parameter_clipped_on_its_own() -> None:
     def apart(honest, model, loss, batch, support, clip_norm, **options):
