@@ -16,7 +16,7 @@ noise for a sum added to a mean                test_mechanism: noise_has_the_pla
 shuffling accounted as Poisson                 test_sampling: the_sampler_is_poisson, what_fit_reads_is_poisson
 empty batches skipped                          test_mechanism: an_empty_batch…; test_fit: rates_so_small…
 duplicate noise seeds                          test_randomness: no_two_places…; test_mechanism: no_two_steps…
-√world-size under-noising                      none yet: there is no distributed training to test
+√world-size under-noising                      test_distributed: noise_is_drawn_once_and_has_its_variance
 leftovers of gradient accumulation             test_updates: leftover_gradients…; test_mechanism: a_step_that_fails_half_way…,
                                                micro_batches_of_any_size…, out_of_memory…
 add/remove against replace-one                 test_plan: a_plan_refuses_values_out_of_range ("replace-one");
@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import tptopk.gradients.clipping as clipping
 import tptopk.gradients.products as products
@@ -62,6 +63,7 @@ POLICIES = "tests/supports/test_policies.py::test_"
 MECHANISM = "tests/training/test_mechanism.py::test_"
 SAMPLING = "tests/training/test_sampling.py::test_"
 UPDATES = "tests/training/test_updates.py::test_"
+DISTRIBUTED = "tests/training/test_distributed.py::test_"
 CLIPPING = "tests/gradients/test_clipping.py::test_"
 RULES = "tests/gradients/test_rules.py::test_"
 VARIANCE = f"{MECHANISM}noise_has_the_plans_variance_on_the_support_and_none_elsewhere"
@@ -110,6 +112,11 @@ def noise_missing_on_one_active_coordinate() -> None:
 )
 def noise_scaled_by_four_fifths() -> None:
     change_noise(lambda noise: noise.mul_(0.8))
+
+
+@mutant(f"{DISTRIBUTED}noise_is_drawn_once_and_has_its_variance")
+def noise_averaged_over_the_processes() -> None:
+    change_noise(lambda noise: noise.div_(dist.get_world_size() ** 0.5 if dist.is_initialized() else 1.0))
 
 
 @mutant(f"{MECHANISM}every_active_coordinate_has_noise_of_its_own[0]")
