@@ -195,7 +195,7 @@ def sums_made_anew_taken_for_exact() -> None:
 
 
 @mutant(
-    f"{RULES}rows_of_an_example_are_averaged_before_they_are_clipped[0-1.0-linear on a sequence]",
+    f"{RULES}rows_of_an_example_are_averaged_before_they_are_clipped[0-1.0-conv2d]",
     "tests/gradients/test_cancelling.py::test_records_that_do_not_cancel_are_clipped_as_ever",
 )
 def ordinary_records_clipped_as_if_they_cancelled() -> None:
