@@ -51,7 +51,7 @@ def _known_settings():
 
 @pytest.fixture
 def nothing_is_clipped_for_rounding(monkeypatch):
-    """As in tests/gradients/test_rules.py."""
+    """Few active coordinates can leave a total far below its terms, and then more is clipped."""
     monkeypatch.setattr(products.Products, "_cancelling", lambda self, squares, most: torch.zeros_like(squares))
 
 

@@ -27,6 +27,13 @@ ALLOWED = {
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
+MECHANISM, RANDOMNESS, PROBE = "training/mechanism.py", "privacy/randomness.py", "gradients/probe.py"
+
+
+def named(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
 def room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
@@ -45,7 +52,7 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if room(f) in ALLOWED], ids=lambda p: str(p.relative_to(SOURCE)))
+@pytest.mark.parametrize("path", [f for f in FILES if room(f) in ALLOWED], ids=named)
 def test_imports_keep_to_the_rooms(path):
     ours = {name.split(".")[1] for name in imports(path) if name.startswith("tptopk.")}
     assert ours <= ALLOWED[room(path)] | {room(path)}
@@ -58,7 +65,8 @@ def test_every_file_is_in_a_room():
 
 
 def test_only_accounting_imports_dp_accounting():
-    assert [p.name for p in FILES if any(n.split(".")[0] == "dp_accounting" for n in imports(p))] == ["accounting.py"]
+    importing = [named(p) for p in FILES if any(n.split(".")[0] == "dp_accounting" for n in imports(p))]
+    assert importing == ["privacy/accounting.py"]
 
 
 def test_the_reference_imports_no_rule():
@@ -78,16 +86,38 @@ def calls(path: Path, *names: str) -> bool:
     return False
 
 
+def copies_with(path: Path, field: str) -> bool:
+    """Whether a copy is made with another value of that field, or the field is written over."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            words = [word.arg for word in node.keywords]
+            if name in ("replace", "__replace__", "_replace") and field in words:
+                return True
+            if name == "__setattr__" and any(isinstance(a, ast.Constant) and a.value == field for a in node.args):
+                return True
+    return False
+
+
+def renames(path: Path, name: str) -> bool:
+    return any(
+        isinstance(node, ast.alias) and node.name == name and node.asname not in (None, name)
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
+
+
 def test_only_the_mechanism_makes_private_gradients():
-    assert [p.name for p in FILES if calls(p, "PrivateGradient")] == ["mechanism.py"]
+    """By calling the class under its own name, and no other way: no copy of one holds other values."""
+    assert [named(p) for p in FILES if calls(p, "PrivateGradient")] == [MECHANISM]
+    assert not [named(p) for p in FILES if renames(p, "PrivateGradient") or copies_with(p, "values")]
 
 
 def test_only_the_mechanism_draws_noise():
     """Normal numbers are drawn by the mechanism, from streams; the probe's made-up examples are no data of anybody's."""
-    assert [p.name for p in FILES if calls(p, "normal")] == ["mechanism.py"]
-    assert [p.name for p in FILES if calls(p, "randn", "standard_normal", "randn_like", "normal_")] == [
-        "probe.py",
-        "randomness.py",
+    assert [named(p) for p in FILES if calls(p, "normal")] == [MECHANISM]
+    assert [named(p) for p in FILES if calls(p, "randn", "standard_normal", "randn_like", "normal_")] == [
+        PROBE,
+        RANDOMNESS,
     ]
 
 

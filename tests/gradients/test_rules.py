@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -20,10 +23,15 @@ from tptopk.supports.support import Support, trainable
 DENSITIES = [0.0, "one", 0.01, 0.5, 1.0]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_clipped_for_rounding(monkeypatch):
-    """Tiny supports leave totals far below their terms, and then more is clipped: test_cancelling.py is about that."""
-    monkeypatch.setattr(products.Products, "_cancelling", lambda self, squares, most: torch.zeros_like(squares))
+@contextmanager
+def rounding_ignored(when: bool) -> Iterator[None]:
+    """A few active coordinates can leave a total far below its terms. Made anew, and not kept, it is then clipped for what
+    rounding can lose of them, which the reference never does: test_cancelling.py is about that.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if when:
+            patch.setattr(products.Products, "_cancelling", lambda self, squares, most: torch.zeros_like(squares))
+        yield
 
 
 def random_support(model: torch.nn.Module, density: float | str) -> Support:
@@ -37,9 +45,9 @@ def flat(values: ClippedSum | dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([v.flatten() for v in values.values()])
 
 
-def assert_equal(fast: torch.Tensor, slow: torch.Tensor, clip_norm: float) -> None:
+def assert_equal(fast: torch.Tensor, slow: torch.Tensor, clip_norm: float, tolerance: float = 1e-5) -> None:
     """Equal to 1e-5 of the truth, with a floor of one clipped example's rounding."""
-    assert (fast - slow).norm() <= 1e-5 * slow.norm() + 1e-6 * clip_norm
+    assert (fast - slow).norm() <= tolerance * slow.norm() + 1e-6 * clip_norm
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -50,8 +58,9 @@ def assert_equal(fast: torch.Tensor, slow: torch.Tensor, clip_norm: float) -> No
     batch=st.sampled_from([0, 1, 7]),
     micro=st.sampled_from([1, 3, 7]),
     clip_norm=st.sampled_from([1e-3, 0.1, 10.0]),
+    limit=st.sampled_from([None, 0]),
 )
-def test_capture_equals_the_reference(name, seed, density, batch, micro, clip_norm):
+def test_capture_equals_the_reference(name, seed, density, batch, micro, clip_norm, limit):
     model, data = make(name, seed, batch)
     support = random_support(model, density)
     slow = flat(
@@ -59,10 +68,15 @@ def test_capture_equals_the_reference(name, seed, density, batch, micro, clip_no
             model, lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="none"), data, support, clip_norm
         )
     )
+    few = density in ("one", 0.01)
     parts = [take(data, slice(i, i + micro)) for i in range(0, max(batch, 1), micro)]
-    sums = [clipped_sum(model, F.cross_entropy, part, support, clip_norm, engine="capture") for part in parts]
+    with rounding_ignored(few and limit == 0):
+        sums = [
+            clipped_sum(model, F.cross_entropy, part, support, clip_norm, engine="capture", memory_limit=limit)
+            for part in parts
+        ]
     fast = flat(sum(sums[1:], sums[0]))
-    assert_equal(fast, slow, clip_norm)
+    assert_equal(fast, slow, clip_norm, 1e-4 if few else 1e-5)  # terms that cancel are rounded on both sides
     inactive = torch.cat([~support[name].flatten() for name in support.masks])
     assert not fast[inactive].any()
 
@@ -87,7 +101,8 @@ def test_rows_of_an_example_are_averaged_before_they_are_clipped(name, density, 
     batch = (tuple(t.unflatten(0, (examples, rows)) for t in (x, y)), weights)
     for engine in ("capture", "reference"):
         loss = MeanOverRows(F.cross_entropy)
-        fast = clipped_sum(model, loss, batch, support, clip_norm, engine=engine, memory_limit=limit)
+        with rounding_ignored(density == 0.1 and limit == 0):  # three coordinates, and nothing kept
+            fast = clipped_sum(model, loss, batch, support, clip_norm, engine=engine, memory_limit=limit)
         assert_equal(flat(fast), slow, clip_norm)
 
 

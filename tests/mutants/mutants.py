@@ -9,14 +9,14 @@ The privacy mistakes that real libraries made, and what guards against each here
 mistake                                        guard
 =============================================  ======================================================================
 clip and noise disagree about C                test_mechanism: one_record_moves_the_release…, noise_has_the_plans…
-divisor from the private dataset size          test_plan: the_divisor_is_the_public…; test_fit: bad_input_is_refused…
+divisor from the private dataset size          test_plan: the_divisor_is_the_public…; test_fit_refusals: bad_input_is_refused…
                                                ("declares a dataset of"), a_dataset_whose_length_changes…
 divisor from the realised batch                test_mechanism: the_divisor_does_not_know_the_batch
 noise for a sum added to a mean                test_mechanism: noise_has_the_plans…, the_weights_of_a_fitted_model…
 shuffling accounted as Poisson                 test_sampling: the_sampler_is_poisson, what_fit_reads_is_poisson
 empty batches skipped                          test_mechanism: an_empty_batch…; test_fit: rates_so_small…
 duplicate noise seeds                          test_randomness: no_two_places…; test_mechanism: no_two_steps…
-√world-size under-noising                      none yet: there is no distributed training to test
+√world-size under-noising                      test_distributed: noise_is_drawn_once_and_has_its_variance
 leftovers of gradient accumulation             test_updates: leftover_gradients…; test_mechanism: a_step_that_fails_half_way…,
                                                micro_batches_of_any_size…, out_of_memory…
 add/remove against replace-one                 test_plan: a_plan_refuses_values_out_of_range ("replace-one");
@@ -42,6 +42,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 import tptopk.gradients.clipping as clipping
 import tptopk.gradients.products as products
@@ -62,6 +63,7 @@ POLICIES = "tests/supports/test_policies.py::test_"
 MECHANISM = "tests/training/test_mechanism.py::test_"
 SAMPLING = "tests/training/test_sampling.py::test_"
 UPDATES = "tests/training/test_updates.py::test_"
+DISTRIBUTED = "tests/training/test_distributed.py::test_"
 CLIPPING = "tests/gradients/test_clipping.py::test_"
 RULES = "tests/gradients/test_rules.py::test_"
 VARIANCE = f"{MECHANISM}noise_has_the_plans_variance_on_the_support_and_none_elsewhere"
@@ -110,6 +112,11 @@ def noise_missing_on_one_active_coordinate() -> None:
 )
 def noise_scaled_by_four_fifths() -> None:
     change_noise(lambda noise: noise.mul_(0.8))
+
+
+@mutant(f"{DISTRIBUTED}noise_is_drawn_once_and_has_its_variance")
+def noise_averaged_over_the_processes() -> None:
+    change_noise(lambda noise: noise.div_(dist.get_world_size() ** 0.5 if dist.is_initialized() else 1.0))
 
 
 @mutant(f"{MECHANISM}every_active_coordinate_has_noise_of_its_own[0]")
@@ -185,6 +192,14 @@ def no_clip() -> None:
 )
 def sums_made_anew_taken_for_exact() -> None:
     products.Products._cancelling = lambda self, squares, most: torch.zeros_like(squares)
+
+
+@mutant(
+    f"{RULES}rows_of_an_example_are_averaged_before_they_are_clipped[0-1.0-conv2d]",
+    "tests/gradients/test_cancelling.py::test_records_that_do_not_cancel_are_clipped_as_ever",
+)
+def ordinary_records_clipped_as_if_they_cancelled() -> None:
+    products.Products._cancelling = lambda self, squares, most: torch.full_like(squares, 1e6)
 
 
 @mutant(f"{SENSITIVITY}[capture-False-0]")
@@ -315,7 +330,7 @@ def mask_chosen_from_gradients_without_noise() -> None:
 @mutant(
     *(
         f"{UPDATES}inactive_coordinates_never_move[{name}]"
-        for name in ("momentum", "decay", "adam", "adamw", "rmsprop", "adagrad")
+        for name in ("momentum", "decay", "adam", "adamw", "rmsprop", "adagrad", "muon")
     )
 )
 def optimizer_state_moves_inactive_coordinates() -> None:
@@ -331,7 +346,7 @@ def optimizer_state_moves_inactive_coordinates() -> None:
 @mutant(
     *(
         f"{UPDATES}optimizer_state_is_projected_when_the_support_changes[{name}]"
-        for name in ("momentum", "decay", "adam", "adamw")
+        for name in ("momentum", "decay", "adam", "adamw", "muon")
     )
 )
 def optimizer_state_kept_across_supports() -> None:

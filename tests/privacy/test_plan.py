@@ -38,61 +38,61 @@ def test_a_phase_refuses_more_numbers_out_of_range(field, value):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "words"),
     [
-        ("delta", 0),
-        ("delta", 1),
-        ("delta", math.nan),
-        ("dataset_size", 0),
-        ("dataset_size", 10.5),
-        ("active_ratio", 0),
-        ("active_ratio", 1.1),
-        ("active_ratio", math.nan),
-        ("accountant", "prv"),
-        ("adjacency", "replace-one"),
-        ("method", "tp-top"),
-        ("phases", ()),
+        ("delta", 0, "^delta is 0; it must be"),
+        ("delta", 1, "^delta is 1; it must be"),
+        ("delta", math.nan, "^delta is nan; it must be"),
+        ("dataset_size", 0, "^dataset_size is 0; it must be"),
+        ("dataset_size", 10.5, r"^dataset_size is 10\.5; it must be"),
+        ("active_ratio", 0, "^active_ratio is 0; it must be"),
+        ("active_ratio", 1.1, r"^active_ratio is 1\.1; it must be"),
+        ("active_ratio", math.nan, "^active_ratio is nan; it must be"),
+        ("accountant", "prv", "unknown accountant 'prv'; it is one of: pld"),
+        ("adjacency", "replace-one", "adjacency is 'replace-one'; only 'zero-out'"),
+        ("method", "tp-top", "unknown method 'tp-top'; did you mean 'tp-topk'"),
+        ("phases", (), "dp-sgd needs at least 1 phases; the plan has 0"),
     ],
 )
-def test_a_plan_refuses_values_out_of_range(field, value):
-    with pytest.raises(Refusal):
+def test_a_plan_refuses_values_out_of_range(field, value, words):
+    with pytest.raises(Refusal, match=words):
         Plan(**{**PLAN, field: value})
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "words"),
     [
-        ("epsilon", 0),
-        ("epsilon", -1),
-        ("epsilon", math.nan),
-        ("epsilon", math.inf),
-        ("delta", 0),
-        ("delta", 1.0),
-        ("batch_size", 0),
-        ("batch_size", 1001),
-        ("batch_size", 2.5),
-        ("dataset_size", 0),
-        ("epochs", 0),
-        ("epochs", math.nan),
-        ("active_ratio", 0),
-        ("active_ratio", 2),
-        ("warmup", 0),
-        ("warmup", 1),
-        ("warmup", 0.001),
-        ("warmup", 0.999),
-        ("warmup_budget", 0),
-        ("warmup_budget", 1),
-        ("warmup_budget", math.nan),
-        ("clip_norm", 0),
-        ("clip_norm", -1),
-        ("clip_norm", math.inf),
-        ("clip_norm", [1.0]),
-        ("accountant", "pdl"),
-        ("steps", 10),
+        ("epsilon", 0, "^epsilon is 0; it must be"),
+        ("epsilon", -1, "^epsilon is -1; it must be"),
+        ("epsilon", math.nan, "^epsilon is nan; it must be"),
+        ("epsilon", math.inf, "^epsilon is inf; it must be"),
+        ("delta", 0, "^delta is 0; it must be"),
+        ("delta", 1.0, r"^delta is 1\.0; it must be"),
+        ("batch_size", 0, "^batch_size is 0; it must be"),
+        ("batch_size", 1001, "batch_size is 1001, more than dataset_size 1000"),
+        ("batch_size", 2.5, r"^batch_size is 2\.5; it must be"),
+        ("dataset_size", 0, "^dataset_size is 0; it must be"),
+        ("epochs", 0, "^epochs is 0; it must be"),
+        ("epochs", math.nan, "^epochs is nan; it must be"),
+        ("active_ratio", 0, "^active_ratio is 0; it must be"),
+        ("active_ratio", 2, "^active_ratio is 2; it must be"),
+        ("warmup", 0, "^warmup is 0; it must be"),
+        ("warmup", 1, "^warmup is 1; it must be"),
+        ("warmup", 0.001, "leaves 0 for the warm-up and 100 for the rest"),
+        ("warmup", 0.999, "leaves 100 for the warm-up and 0 for the rest"),
+        ("warmup_budget", 0, "^warmup_budget is 0; it must be"),
+        ("warmup_budget", 1, "^warmup_budget is 1; it must be"),
+        ("warmup_budget", math.nan, "^warmup_budget is nan; it must be"),
+        ("clip_norm", 0, "^clip_norm is 0; it must be"),
+        ("clip_norm", -1, "^clip_norm is -1; it must be"),
+        ("clip_norm", math.inf, "^clip_norm is inf; it must be"),
+        ("clip_norm", [1.0], r"clip_norm has 1 values; tp-topk has 2 phase\(s\)"),
+        ("accountant", "pdl", "unknown accountant 'pdl'; did you mean 'pld'"),
+        ("steps", 10, "give either epochs or steps, and not both"),
     ],
 )
-def test_calibration_refuses_values_out_of_range(field, value):
-    with pytest.raises(Refusal):
+def test_calibration_refuses_values_out_of_range(field, value, words):
+    with pytest.raises(Refusal, match=words):
         Plan.calibrate("tp-topk", **{**CALIBRATE, field: value})
 
 
@@ -159,11 +159,18 @@ def test_a_plan_survives_json(method):
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{}, {"phases": 3}, {**Plan(**PLAN).to_dict(), "extra": 1}, {**Plan(**PLAN).to_dict(), "phases": [{}]}, [], None],
+    ("values", "words"),
+    [
+        ({}, "missing 2 required keyword-only arguments: 'delta' and 'dataset_size'"),
+        ({"phases": 3}, "'int' object is not iterable"),
+        ({**Plan(**PLAN).to_dict(), "extra": 1}, "a plan has no field 'extra'"),
+        ({**Plan(**PLAN).to_dict(), "phases": [{}]}, "not a plan: 'clip_norm'"),
+        ([], "not a plan"),
+        (None, "not a plan"),
+    ],
 )
-def test_what_is_not_a_plan_is_refused(values):
-    with pytest.raises(Refusal):
+def test_what_is_not_a_plan_is_refused(values, words):
+    with pytest.raises(Refusal, match=words):
         Plan.from_dict(values)
 
 

@@ -166,9 +166,17 @@ def test_micro_batches_cover_the_sample_once():
     assert list(micro_batches(Records(Squares()), torch.tensor([], dtype=torch.long), 2, CPU)) == []
 
 
-@pytest.mark.parametrize("dataset", [DataLoader(Squares()), Endless(), 3, object()])
-def test_what_cannot_be_sampled_is_refused(dataset):
-    with pytest.raises(Refusal):
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (DataLoader(Squares()), "give the dataset itself, not a DataLoader"),
+        (Endless(), "an IterableDataset cannot be sampled record by record"),
+        (3, r"a int is no dataset: it needs len\(\) and \[\]"),
+        (object(), r"a object is no dataset: it needs len\(\) and \[\]"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused(dataset, words):
+    with pytest.raises(Refusal, match=words):
         Records(dataset)
 
 

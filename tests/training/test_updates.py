@@ -20,7 +20,13 @@ OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.1),
+    "muon": lambda p: torch.optim.Muon(p, lr=0.1, momentum=0.9, weight_decay=0.1),  # of matrices alone
 }
+
+
+def network(optimizer: str) -> nn.Module:
+    bias = optimizer != "muon"
+    return nn.Sequential(nn.Linear(7, 5, bias=bias), nn.Linear(5, 3, bias=bias))
 
 
 def supports(model: nn.Module, count: int) -> list[Support]:
@@ -35,7 +41,7 @@ def supports(model: nn.Module, count: int) -> list[Support]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_inactive_coordinates_never_move(name):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3))
+    model = network(name)
     updater = Updater(model, OPTIMIZERS[name](model.parameters()))
     everything = Support.full(model)
     for _ in range(5):  # a dense warm-up fills the optimizer's state everywhere
@@ -49,10 +55,10 @@ def test_inactive_coordinates_never_move(name):
             assert not support.sizes[n] or not torch.equal(p.detach()[support[n]], before[n][support[n]])
 
 
-@pytest.mark.parametrize("name", ["momentum", "decay", "adam", "adamw"])
+@pytest.mark.parametrize("name", ["momentum", "decay", "adam", "adamw", "muon"])
 def test_optimizer_state_is_projected_when_the_support_changes(name):
     torch.manual_seed(0)
-    model = nn.Linear(7, 5)
+    model = network(name)[0]
     optimizer = OPTIMIZERS[name](model.parameters())
     updater = Updater(model, optimizer)
     old, new = supports(model, 2)
