@@ -92,6 +92,8 @@ def test_an_open_run_is_not_said_to_hold(tmp_path):
     folder = make_run(tmp_path / "run")
     lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
     (folder / "ledger.jsonl").write_text("".join(lines[:20]))
+    (folder / "run.json").write_text('{"format": 1, "status": "running"}')  # as it is until the ledger is closed
+    (folder / "model.safetensors").unlink()
     words = said(print_verdict, verify(folder), UNCHECKED)
     assert words.count("│ open ") == 2 and "resume=True" in words and "This run is not closed" in words
     assert "This folder supports a claim" not in words

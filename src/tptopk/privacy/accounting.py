@@ -91,7 +91,7 @@ def _epsilon(segments: tuple[Segment, ...], delta: float, accountant: str, inter
         if accountant == "pld":
             return _pld_epsilon(segments, delta, interval)
         return _rdp_epsilon(segments, delta, classic=accountant == "rdp-paper")
-    except OverflowError:  # noise so small that ε does not fit in a float
+    except (OverflowError, ZeroDivisionError):  # noise so small that ε does not fit in a float
         return math.inf
 
 

@@ -7,10 +7,13 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeGuard, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+MANY = 2**63  # from here on a count is none
 
 
 class Refusal(ValueError):
@@ -43,6 +46,14 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; it is one of: {', '.join(sorted(choices))}"
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """A finite number that fits in a float, and no truth value."""
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def check_number(
     name: str,
     value: float,
@@ -58,14 +69,13 @@ def check_number(
         for word, bound in (("above", above), ("at least", least), ("below", below), ("at most", most))
         if math.isfinite(bound)
     ]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not (above < value < below and least <= value <= most):
+    if not is_number(value) or not (above < value < below and least <= value <= most):
         raise Refusal(f"{name} is {value!r}; it must be a finite number {' and '.join(bounds)}".rstrip())
 
 
 def check_count(name: str, value: int, *, least: int = 1) -> None:
     """Refuse a value that is not a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MANY:
         raise Refusal(f"{name} is {value!r}; it must be a whole number of at least {least}")
 
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 
 from tptopk.privacy.accounting import round_up
+from tptopk.privacy.refusal import is_number
 from tptopk.privacy.statement import filing
 from tptopk.report.drawings import number, percent
 from tptopk.report.markup import Markup, from_markdown, joined, table, tag
-from tptopk.report.sheet import Sheet, is_number
+from tptopk.report.sheet import Sheet
 from tptopk.training.begun import how_to_resume
 from tptopk.training.verify import UNCHECKED
 

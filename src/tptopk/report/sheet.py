@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 from tptopk.privacy import accounting
 from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
 from tptopk.privacy.plan import Plan
-from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.refusal import Refusal, is_number
 from tptopk.privacy.statement import statement
 from tptopk.supports.advice import Advice, Candidate, advise
 from tptopk.supports.scores import SCORES
@@ -142,11 +142,6 @@ def _object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path.name} does not hold an object")
     return found
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether a value that a file holds is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _steps(path: Path) -> Steps:
