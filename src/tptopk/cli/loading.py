@@ -32,10 +32,8 @@ COMMANDS = {
 
 
 UNIT = 'is for the table\'s schema: unit = "patient_id" and most-rows = 3; in Python, tptopk.fit(unit=ids, most_rows=3)'
-ELSEWHERE = {
-    "--unit": f"--unit {UNIT}",
-    "--most-rows": f"--most-rows {UNIT}",
-}  # words that are right, and stand elsewhere
+# words that are right, and stand elsewhere
+ELSEWHERE = {"--unit": f"--unit {UNIT}", "--most-rows": f"--most-rows {UNIT}"}
 
 
 class Commands(TyperGroup):

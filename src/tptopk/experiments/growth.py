@@ -35,9 +35,8 @@ class Curve:
     memory_exponents: tuple[float, float]
 
 
-Built = tuple[
-    nn.Module, Callable[[int], Tensor], Support | None, int
-]  # network, its inputs, support (None: all), batch
+# network, its inputs, support (None: all), batch
+Built = tuple[nn.Module, Callable[[int], Tensor], Support | None, int]
 
 
 class Tokens(nn.Module):

@@ -94,9 +94,8 @@ def per_example(loss: Callable[..., Tensor]) -> PerExampleLoss:
         output, target = model(batch[0]), batch[1]
         known = None
         if not target.is_floating_point() and output.dim() == target.dim() + 1:
-            known = (target >= 0) & (
-                target < output.shape[1]
-            )  # a label that is no class is a bad record: zero, not a crash
+            # a label that is no class is a bad record: zero, not a crash
+            known = (target >= 0) & (target < output.shape[1])
             target = torch.where(known, target, 0)
         if output.is_floating_point() and output.dim():  # a bad record, on whose output some losses raise: a zero, too
             bad = torch.isnan(output)[..., None].flatten(1).any(1)

@@ -342,9 +342,8 @@ class Products:
 
 
 CANCELS = 256.0  # times its total that the terms of a gradient may be before rounding them counts
-LARGEST = (
-    2.0**64
-)  # norm of a factor from which on its example counts as not finite: about where float32 squares overflow
+# norm of a factor from which on its example counts as not finite: about where float32 squares overflow
+LARGEST = 2.0**64
 BLOCK = 512  # products that a library adds up in one go, or somewhat fewer
 # Written gradients are kept up to this many times the size of the layer's own input and output.
 WORTH_KEEPING = {"cuda": 8, "cpu": 4}

@@ -301,12 +301,8 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             raise Refusal("resume goes on with the run of a folder; give it as out=")
         before, now = begun_with(run_folder(self.out)), json.loads(json.dumps(now))
         may_differ = {"out", "device", "account"}
-        may_differ |= {
-            "bounds",
-            "categories",
-            "missing",
-            "classes",
-        }  # their words may be cut short: columns and labels are not
+        # their words may be cut short: columns and labels are not
+        may_differ |= {"bounds", "categories", "missing", "classes"}
         for name in now:
             if name not in may_differ and before.get(name) != now[name]:
                 of_table = name in ("columns", "labels")

@@ -104,9 +104,8 @@ def _pld_epsilon(segments: tuple[Segment, ...], delta: float, interval: float) -
         )
     # A large ε does not need buckets of 1e-4, and a very large one would not fit in memory with them.
     large = max(1.0, _rdp_epsilon(segments, delta, classic=False) / 3.0)
-    interval *= 2.0 ** math.floor(
-        math.log2(large)
-    )  # in powers of two, so that segments composed before are found again
+    # in powers of two, so that segments composed before are found again
+    interval *= 2.0 ** math.floor(math.log2(large))
     composed = functools.reduce(lambda a, b: a.compose(b), (_segment_pld(s, interval) for s in segments))
     return float(composed.get_epsilon_for_delta(delta - slack))
 

@@ -70,9 +70,8 @@ def _kth_largest(keys: Mapping[str, Tensor], k: int) -> tuple[int, int]:
     found, missing = 0, k  # the digits of the k-th key so far, as a signed number; how many of its rank are below
     for shift in range(bits - DIGIT, -1, -DIGIT):
         first = shift == bits - DIGIT  # the sign is in its digit, and no key is out yet
-        counts = torch.zeros(
-            2**DIGIT + 1, dtype=torch.int64, device=whole[0].device
-        )  # the last: keys that are out already
+        # the last: keys that are out already
+        counts = torch.zeros(2**DIGIT + 1, dtype=torch.int64, device=whole[0].device)
         for piece in whole:
             upper = piece.long() >> shift
             digit = upper + 2 ** (DIGIT - 1) if first else upper & (2**DIGIT - 1)

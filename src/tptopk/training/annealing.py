@@ -83,9 +83,8 @@ class Annealer:
     def judge(self) -> bool:
         """Ask whether the step just made raised the loss; put the weights back if it is not to stand."""
         after, step = self._weights(), self._taken
-        total = torch.zeros(
-            (), device=self._device, dtype=torch.float64
-        )  # a long float32 sum is not within L of another
+        # a long float32 sum is not within L of another
+        total = torch.zeros((), device=self._device, dtype=torch.float64)
         chosen = self._sampler.sample(0, step, self._numbers.sample_rate)
         with self._streams.dice(self._device, "annealing's dice", step):
             for batch in micro_batches(self._records, chosen, self._batch, self._device):

@@ -9,12 +9,8 @@ from typing import Any
 
 from tptopk.privacy.refusal import Refusal
 
-WORDS = {
-    "data",
-    "model",
-    "optimizer",
-    "learning_rate",
-}  # the command line writes all its settings down, these among them
+# the command line writes all its settings down, these among them
+WORDS = {"data", "model", "optimizer", "learning_rate"}
 
 
 def run_folder(path: str | Path) -> Path:

@@ -101,10 +101,8 @@ class Standardize(nn.Module):
         values = values.flatten(2).mean(2) if values.dim() > 2 else values
         if weights is not None:
             values = (values.view(len(indices), -1, len(self.scale)) * weights[:, :, None]).sum(1)
-        if values.shape != (
-            len(indices),
-            len(self.scale),
-        ):  # one vector a record, or a record would count more than once
+        # one vector a record, or a record would count more than once
+        if values.shape != (len(indices), len(self.scale)):
             raise Refusal(
                 f"records of shape {tuple(x.shape[1:])} do not give one number for each of {len(self.scale)} channels"
             )

@@ -126,9 +126,8 @@ def resumed(
     if found is not None:
         standing.restore(found)
     paid: dict[str, float | str] | None = None
-    if account is not None and not has_paid(
-        account, record.payment
-    ):  # pays late, and for what was charged until now too
+    # pays late, and for what was charged until now too
+    if account is not None and not has_paid(account, record.payment):
         payment, besides = secrets.token_hex(8), plan.segments(record.charged, queries=record.queries)
         order = charge_account(account, plan, str(folder), payment, besides).order
         paid = {"account_order": order, "payment": payment}

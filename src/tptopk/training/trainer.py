@@ -166,9 +166,8 @@ def fit(
         check_count("checkpoint_every", checkpoint_every)
     check_scheduler_can_be_saved(scheduler, out)
     shared = team.number(secrets.randbits(62)) if seed is None and team.size > 1 else seed
-    public = Streams(
-        run="", seed=shared
-    )  # which coordinates are drawn at random depends on no data and need not be secret
+    # which coordinates are drawn at random depends on no data and need not be secret
+    public = Streams(run="", seed=shared)
     policy = SupportPolicy(plan, Support.full(model), lambda n: public.numpy("support", n), score, ratio_schedule)
     warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)

@@ -59,10 +59,8 @@ class Updater:
     @torch.no_grad()
     def apply(self, gradient: Mapping[str, Tensor], support: Support) -> None:
         if support is not self._support:
-            for active in (
-                self._support,
-                support,
-            ):  # off the old one too: decay builds up state where nothing is active
+            # off the old one too: decay builds up state where nothing is active
+            for active in (self._support, support):
                 if active is not None:
                     self._project_state(active)
             self._support = support

@@ -129,21 +129,23 @@ def _recompute(plan: Plan, facts: Facts, verdict: Verdict) -> None:
     verdict.epsilons[f"{plan.accountant}, dp-accounting"] = accounting.epsilon(segments, plan.delta, plan.accountant)
     verdict.epsilons["our own, pld"] = second_opinion.epsilon(segments, plan.delta)
     prv = _opacus_prv(segments, plan.delta)
-    if prv is not None:
+    gave_up = f"; Opacus's prv gave up: {prv}" if isinstance(prv, str) else ""
+    if isinstance(prv, float):
         verdict.epsilons["prv, Opacus"] = prv
     claimed = verdict.epsilons[f"{plan.accountant}, dp-accounting"]
     worst = max(verdict.epsilons, key=lambda name: verdict.epsilons[name])
     ok = verdict.epsilons[worst] <= claimed * (1 + AGREEMENT) + 0.01
     words = ", ".join(f"ε = {round_up(value)} ({name})" for name, value in verdict.epsilons.items())
     tighter = "" if plan.accountant == "pld" else "; all are upper bounds, and pld is the tighter calculation"
-    verdict.add("accounting", ok, words + tighter)
+    verdict.add("accounting", ok, words + tighter + gave_up)
     budget = plan.target_epsilon
     if budget is not None:
         words = f"ε = {round_up(claimed)} of a budget of {budget:g}"
         verdict.add("budget", claimed <= budget * (1 + 1e-9), words)
 
 
-def _opacus_prv(segments: list[Segment], delta: float) -> float | None:
+def _opacus_prv(segments: list[Segment], delta: float) -> float | str | None:
+    """A third opinion; None where Opacus is not installed, and its error where it gives up, as on noise that the others can do."""
     try:
         from opacus.accountants import PRVAccountant
     except ModuleNotFoundError:
@@ -154,8 +156,8 @@ def _opacus_prv(segments: list[Segment], delta: float) -> float | None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return float(accountant.get_epsilon(delta))
-    except Exception:  # it gives up on noise levels that the others can do
-        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _check_plan(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:

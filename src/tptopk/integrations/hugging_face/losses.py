@@ -24,9 +24,8 @@ from tptopk.gradients.probe import choose_engine, working_maker
 from tptopk.privacy.refusal import Refusal
 
 Labels = Mapping[str, Tensor]
-Reading = Callable[
-    [Any, Labels], Tensor
-]  # (the model's output, labels) → [B]; a KeyError or ValueError where it does not fit
+# (the model's output, labels) → [B]; a KeyError or ValueError where it does not fit
+Reading = Callable[[Any, Labels], Tensor]
 
 
 def class_of_each(output: Any, labels: Labels) -> Tensor:

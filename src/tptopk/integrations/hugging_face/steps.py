@@ -73,9 +73,8 @@ class TrainerSteps:
             self._folder = RunFolder(path, self.model, self.plan, config)
             self.ledger = Ledger(self.plan, self._folder.ledger, training_loss=training_loss, **said)
         else:
-            training_loss |= bool(
-                facts_in_run_json(path).get("training_loss")
-            )  # measured when an earlier attempt was over
+            # measured when an earlier attempt was over
+            training_loss |= bool(facts_in_run_json(path).get("training_loss"))
             ledger = self._resumed(path, checkpoint, global_step, training_loss=training_loss, **said)
             try:
                 self._folder = RunFolder(path, self.model, self.plan, config, resume=True)
