@@ -105,7 +105,11 @@ def test_a_checkpoint_of_before_charges_were_kept_apart_is_added_to_what_is_know
     engine.save_checkpoint(path=tmp_path, module=model)
     found = load_checkpoint(tmp_path)
     counts = {"run": found.values["counts"]["run"], "taken": {"0": 2}, "charged": {"0": 3}}
-    save_checkpoint(tmp_path, found.tensors, {**found.values, "counts": counts})
+    save_checkpoint(
+        tmp_path,
+        {part: found.part(part) for part in ("model", "optimizer", "policy")},
+        {**found.values, "counts": counts},
+    )
     other, another, _, _ = private()
     other.load_checkpoint(path=tmp_path, module=another)
     assert len(other.accountant) == 3
@@ -137,7 +141,7 @@ def test_a_statement_after_a_checkpoint_says_what_is_not_counted(tmp_path):
         assert f"not on record of the {attempt} attempts" in engine.statement()
     found = load_checkpoint(tmp_path / "2")
     of_before = {name: value for name, value in found.values.items() if name != "begun"}  # when it was not kept
-    save_checkpoint(tmp_path / "2", found.tensors, of_before)
+    save_checkpoint(tmp_path / "2", {part: found.part(part) for part in ("model", "optimizer", "policy")}, of_before)
     engine, model, _, _ = private()
     engine.load_checkpoint(path=tmp_path / "2", module=model)
     assert "Begun, 2 attempts: not on record, 2" in engine.statement()

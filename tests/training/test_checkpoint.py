@@ -15,7 +15,7 @@ from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
 
 def test_an_older_checkpoint_serves_when_the_newest_is_spoilt(tmp_path):
     for number in (1, 2, 3):
-        save_checkpoint(tmp_path, {"model/w": torch.full((2,), float(number))}, {"number": number})
+        save_checkpoint(tmp_path, {"model": {"w": torch.full((2,), float(number))}}, {"number": number})
     assert {p.name for p in tmp_path.iterdir()} == {
         "checkpoint.json",
         "checkpoint-2.safetensors",
@@ -32,7 +32,7 @@ def test_an_older_checkpoint_serves_when_the_newest_is_spoilt(tmp_path):
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_spoilt_checkpoint_is_refused_or_whole(tmp_path, data):
-    save_checkpoint(tmp_path, {"model/w": torch.ones(3)}, {"number": 1})
+    save_checkpoint(tmp_path, {"model": {"w": torch.ones(3)}}, {"number": 1})
     name = data.draw(st.sampled_from(["checkpoint.json", load_name(tmp_path)]))
     content = bytearray((tmp_path / name).read_bytes())
     start = data.draw(st.integers(0, len(content)))

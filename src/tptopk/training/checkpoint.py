@@ -27,7 +27,7 @@ INDEX = "checkpoint.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Tensors by name, and plain values."""
+    """Tensors by part and name, and plain values."""
 
     tensors: dict[str, Tensor]
     values: dict[str, Any]
@@ -56,11 +56,15 @@ def write_durably(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def save_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Write a checkpoint, keep the last one, drop the one before that."""
+def save_checkpoint(folder: Path, parts: Mapping[str, Mapping[str, Tensor]], values: Mapping[str, Any]) -> None:
+    """Write a checkpoint of tensors by part and name, keep the last one, drop the one before that."""
     index = _read_index(folder)
     number = index["current"]["number"] + 1 if index else 1
-    whole = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
+    whole = {
+        f"{part}/{name}": value.detach().cpu().contiguous().clone()
+        for part, tensors in parts.items()
+        for name, value in tensors.items()
+    }
     try:
         text = json.dumps({"format": FORMAT, **values})
     except (TypeError, ValueError) as error:

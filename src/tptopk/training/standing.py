@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -52,12 +53,9 @@ class Standing:
         }
         save_checkpoint(
             folder,
-            {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()},
+            parts,
             {
-                "plan": ledger.plan.to_dict(),
-                "taken": dict(ledger.steps),
-                "length": ledger.length,
-                "head": ledger.head,
+                **ledger_place(ledger),
                 "optimizer": optimizer,
                 "scheduler": self._scheduler.state_dict() if self._scheduler else None,
                 "averaged": averaged,
@@ -147,6 +145,16 @@ def refuse_another_run(folder: Path, plan: Plan) -> LedgerRecord:
     if record.problems:
         raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
     return record
+
+
+def ledger_place(ledger: Ledger) -> dict[str, Any]:
+    """Where the ledger is, for a checkpoint; `place_in_ledger` reads it back."""
+    return {
+        "plan": ledger.plan.to_dict(),
+        "taken": dict(ledger.steps),
+        "length": ledger.length,
+        "head": ledger.head,
+    }
 
 
 def place_in_ledger(found: Checkpoint, plan: Plan, folder: Path) -> tuple[dict[int, int], int, str]:

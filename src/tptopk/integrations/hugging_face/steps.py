@@ -29,7 +29,7 @@ from tptopk.training.facts import facts_in_run_json, facts_of_ledger
 from tptopk.training.mechanism import Mechanism
 from tptopk.training.metrics import StepRecord
 from tptopk.training.run import Run, RunFolder
-from tptopk.training.standing import place_in_ledger, refuse_another_run
+from tptopk.training.standing import ledger_place, place_in_ledger, refuse_another_run
 from tptopk.training.updates import Updater
 
 FOLDER = "privacy"  # in the output folder, a run folder; in a checkpoint, what the next step needs of it
@@ -116,16 +116,7 @@ class TrainerSteps:
             parts["warmup"] = self._warmup.state()
         folder = checkpoint / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(
-            folder,
-            {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()},
-            {
-                "plan": self.plan.to_dict(),
-                "taken": dict(self.ledger.steps),
-                "length": self.ledger.length,
-                "head": self.ledger.head,
-            },
-        )
+        save_checkpoint(folder, parts, ledger_place(self.ledger))
 
     @property
     def taken(self) -> int:

@@ -38,10 +38,9 @@ def save(path: object, steps: PrivateSteps, *, optimizer: bool, yours: Mapping[s
         "optimizer": groups,
         "yours": dict(yours),
     }
-    named = {f"{part}/{name}": tensor for part, found in parts.items() for name, tensor in found.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_checkpoint(folder, named, values)
+        save_checkpoint(folder, parts, values)
     except OSError as error:
         raise Refusal(f"cannot write to {folder}: {error.strerror}") from error
 
