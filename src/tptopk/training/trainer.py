@@ -247,7 +247,8 @@ def fit(
         status = "interrupted"
         raise
     finally:
-        ledger.recount()
+        if status != "finished":
+            ledger.recount()
         if average is not None and history:
             average.write_to_model()
         model.eval()

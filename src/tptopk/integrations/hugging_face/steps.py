@@ -191,7 +191,8 @@ class TrainerSteps:
     def close(self, status: str, config: Mapping[str, Any], *, test_metrics: bool, training_loss: bool) -> Run:
         """Write down the end, whatever it was."""
         assert self.ledger is not None
-        self.ledger.recount()
+        if status != "finished":
+            self.ledger.recount()
         self.ledger.training_loss |= training_loss
         facts = facts_of_ledger(self.ledger, seeded=False, averaged=False, status=status, generator=self._streams.name)
         run = Run(
