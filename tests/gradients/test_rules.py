@@ -50,6 +50,18 @@ def assert_equal(fast: torch.Tensor, slow: torch.Tensor, clip_norm: float, toler
     assert (fast - slow).norm() <= tolerance * slow.norm() + 1e-6 * clip_norm
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "conv" in name])
+@pytest.mark.parametrize("density", [0.5, 1.0])
+@pytest.mark.parametrize("limit", [None, 0])
+def test_windows_are_the_same_fetched_by_place_or_copied_as_a_view(name, density, limit, monkeypatch):
+    model, data = make(name, 3, 7)
+    support, sums = random_support(model, density), []
+    for by_place in (True, False):
+        monkeypatch.setattr(products.Windows, "_in_short_runs", lambda self, by_place=by_place: by_place)
+        sums.append(flat(clipped_sum(model, F.cross_entropy, data, support, 0.1, memory_limit=limit)))
+    assert torch.equal(*sums)
+
+
 @pytest.mark.parametrize("name", CASES)
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(

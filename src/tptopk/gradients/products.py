@@ -76,7 +76,15 @@ class Windows:
         strides = (base.stride(0), *self.columns[1], *self.positions[1])
         if self.columns[1] == (1,):  # rows of a matrix: no window overlaps another
             return base.as_strided((batch, self.count, self.width), (base.stride(0), *self.positions[1], 1))
-        return base.as_strided(sizes, strides).reshape(batch, self.width, self.count).transpose(1, 2)
+        view = base.as_strided(sizes, strides)
+        if self._in_short_runs() and not view.is_contiguous():
+            view = base.view(batch, -1).index_select(1, _places(self.columns, self.positions, base.device))
+        return view.reshape(batch, self.width, self.count).transpose(1, 2)
+
+    def _in_short_runs(self) -> bool:
+        """Whether a CPU copies so few neighbours at a time that fetching each number by its place is faster."""
+        short = self.positions[0][-1] < SHORT or self.positions[1][-1] != 1
+        return short and self.base.device.type == "cpu" and self.base.is_contiguous() and not get_proxy_mode()
 
     def folded(self, rows: int) -> Windows:
         """Every `rows` entries of the base become one, with that many times the positions."""
@@ -99,6 +107,12 @@ def _offsets(axes: Axes, device: torch.device) -> Tensor:
     for size, stride in zip(*axes, strict=True):
         found = (found[:, None] + stride * torch.arange(size, dtype=torch.int32, device=device)).flatten()
     return found
+
+
+@cache
+def _places(columns: Axes, positions: Axes, device: torch.device) -> Tensor:
+    """[d · T] where, in its example, each number of each window lies."""
+    return (_offsets(columns, device)[:, None] + _offsets(positions, device)).flatten()
 
 
 class Products:
@@ -341,6 +355,7 @@ class Products:
         return values if self._support is None else self._support.keep(self._name, values)
 
 
+SHORT = 16  # neighbours
 CANCELS = 256.0  # times its total that the terms of a gradient may be before rounding them counts
 # norm of a factor from which on its example counts as not finite: about where float32 squares overflow
 LARGEST = 2.0**64
