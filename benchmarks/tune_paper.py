@@ -1,6 +1,6 @@
 """Choose what the paper leaves open, on training records that are held out; the test set is not read.
 
-    python benchmarks/tune_paper.py --device cuda [--only cifar10] [--part 1/6]      # appends to results/tuning.jsonl
+    python benchmarks/tune_paper.py --device cuda [--only cifar10] [--processes 2]   # appends to results/tuning.jsonl
     python benchmarks/tune_paper.py --choose                                         # writes experiments/tuned.toml
 
 A first, incomplete round (`results/tuning_range.jsonl`) set the range of learning rates. Every method has the same grid
@@ -12,12 +12,11 @@ data of their own should know that each run costs its ε; here the data is publi
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from tptopk.experiments import recipes, reproduce
+from tptopk.experiments import recipes, reproduce, results
 from tptopk.experiments.features import features
 from tptopk.experiments.recipes import Recipe
 from tptopk.privacy.ledger import versions
@@ -72,19 +71,19 @@ def trials() -> list[Recipe]:
     return found
 
 
-def choose(results: list[dict[str, Any]], before: dict[str, Any]) -> dict[tuple[str, float, str], dict[str, Any]]:
+def choose(measured: list[dict[str, Any]], before: dict[str, Any]) -> dict[tuple[str, float, str], dict[str, Any]]:
     """The best trial of each cell by what it was measured by: AUC for two classes, accuracy otherwise.
 
     Every method of a cell had the same trials: one that is no longer in the grid does not count, and for a dataset and ε of
     which some are missing the choice of before stands.
     """
-    done = [recipes.completed(result["recipe"]) for result in results]
+    done = [recipes.completed(result["recipe"]) for result in measured]
     unfinished = {(r.dataset, r.target_epsilon) for r in trials() if r.identity() not in done}
     in_grid = [r.identity() for r in trials() if (r.dataset, r.target_epsilon) not in unfinished]
     for dataset, epsilon in sorted(unfinished):
         print(f"nothing new is chosen for {dataset} at ε = {epsilon:g}: trials are missing")
     best: dict[tuple[str, float, str], tuple[float, dict[str, Any]]] = {}
-    for result in results:
+    for result in measured:
         r = recipes.completed(result["recipe"])
         if r not in in_grid:
             continue
@@ -126,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--only")
-    parser.add_argument("--part", default="1/1")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--data-dir")
     parser.add_argument("--results", default="results/tuning.jsonl")
     parser.add_argument("--choose", action="store_true")
@@ -134,16 +133,16 @@ def main() -> None:
     path = Path(given.results)
     if given.choose:
         before = recipes.tuned() if recipes.TUNED.exists() else {}
-        write(choose(reproduce.read_results(path), before), recipes.TUNED)
+        write(choose(results.read_results(path), before), recipes.TUNED)
         return
     wanted = [r for r in trials() if given.only is None or r.dataset in given.only.split(",")]
-    share, _, shares = given.part.partition("/")
-    for r in reproduce.pending(reproduce.share_of(wanted, int(share), int(shares)), path):
-        result = measured_with_averages(r, given.data_dir, given.device)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-        print(r.dataset, r.method, r.target_epsilon, r.epochs, r.second_learning_rate or r.learning_rate, result["measured"], result["seconds"], flush=True)  # fmt: skip
+    jobs = [results.Job(path, r, measured_with_averages) for r in wanted]
+    results.run_all(jobs, given.data_dir, given.device, show, given.processes)
+
+
+def show(job: results.Job, found: dict[str, Any]) -> None:
+    r = job.recipe
+    print(r.dataset, r.method, r.target_epsilon, r.epochs, r.second_learning_rate or r.learning_rate, found["measured"], found["seconds"], flush=True)  # fmt: skip
 
 
 def measured_with_averages(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:

@@ -1,14 +1,13 @@
-"""Runs the recipes of a table and keeps their outcomes, one JSON object a line; what is there already is not run again."""
+"""Runs a recipe: data, features, network, plan and training, and what is measured of the last model."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tptopk.experiments.features import Features, features
-from tptopk.experiments.recipes import PAPER, TABLES, Recipe, completed
+from tptopk.experiments.recipes import PAPER, Recipe
 from tptopk.models import networks
 from tptopk.privacy import accounting, second_opinion
 from tptopk.privacy.accounting import Segment
@@ -44,95 +43,6 @@ NETWORKS: dict[str, Network] = {
 }
 
 ASKING = 0.2  # of ε: what the questions of annealing may cost alone
-
-
-def read_results(path: Path) -> list[dict[str, Any]]:
-    """The finished runs of a file; a last line that was cut short is not one of them."""
-    if not path.exists():
-        return []
-    found = []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    for number, line in enumerate(lines):
-        try:
-            result = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number < len(lines) - 1:
-                raise Refusal(f"line {number + 1} of {path} is not JSON: {error}") from error
-            continue
-        if not isinstance(result, dict) or not isinstance(result.get("recipe"), dict):
-            raise Refusal(f"line {number + 1} of {path} is not a run: it has no recipe")
-        found.append(result)
-    return found
-
-
-def pending(recipes: Iterable[Recipe], path: Path) -> list[Recipe]:
-    done = [completed(result["recipe"]) for result in read_results(path)]
-    return [r for r in recipes if r.identity() not in done]
-
-
-def run_all(
-    recipes: list[Recipe],
-    path: Path,
-    data_dir: str | None,
-    device: str,
-    on_result: Callable[[dict[str, Any]], None],
-    run: Callable[[Recipe, str | None, str], list[dict[str, Any]]] | None = None,
-) -> None:
-    """Run what is not in the file yet, dataset by dataset, appending each run as it ends.
-
-    `run` gives the lines of one recipe, `run_one`'s unless said. The one that has the recipe itself is written last:
-    a run that was cut short between its lines is not finished. A run that a table of the folder has under another name
-    is taken from there.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Refusal(
-            f"cannot keep runs in {path.parent}: {error.strerror}; give --results FOLDER, one that can be written to"
-        ) from error
-    _mend_tail(path)
-    commit()  # as it is now, whatever is changed while runs go on
-    finished = _of_all_tables(path)
-    for r in sorted(pending(recipes, path), key=_kinship):
-        results = run(r, data_dir, device) if run else [_taken_from(finished, r) or run_one(r, data_dir, device)]
-        results = sorted(results, key=lambda result: result["recipe"] == r.identity())
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(result) + "\n" for result in results))
-        finished += [{**result, "taken_from": path.name} for result in results]
-        on_result(results[-1])
-
-
-def _of_all_tables(path: Path) -> list[dict[str, Any]]:
-    """The runs of the tables' files in this one's folder, each with the name of its file."""
-    files = [path.with_name(f"{name}.jsonl") for name in TABLES]
-    return [{**run, "taken_from": file.name} for file in files for run in read_results(file)]
-
-
-def _taken_from(finished: list[dict[str, Any]], r: Recipe) -> dict[str, Any] | None:
-    """The same run, to the seed, under another name; it takes no time again.
-
-    The main table's own runs are never taken: they keep what advice would have been given.
-    """
-    for run in finished if r.variant != PAPER else ():
-        if {**completed(run["recipe"]), "variant": r.variant} == r.identity():
-            return {**run, "variant": r.variant, "recipe": r.identity(), "seconds": 0.0}
-    return None
-
-
-def share_of(recipes: list[Recipe], share: int, shares: int) -> list[Recipe]:
-    """The part of one of several processes: neighbours stay together, since they share data and plans."""
-    ordered = sorted(recipes, key=_kinship)
-    return ordered[len(ordered) * (share - 1) // shares : len(ordered) * share // shares]
-
-
-def _kinship(r: Recipe) -> tuple[Any, ...]:
-    return r.dataset, r.views, r.records or 0, r.held_out, r.target_epsilon, method_named(r.method).warmup, r.epochs
-
-
-def _mend_tail(path: Path) -> None:
-    """Cut off a last line that was never finished; a whole file is left alone, since others may be adding to it."""
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
 
 
 def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:

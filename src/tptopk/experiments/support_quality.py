@@ -7,7 +7,7 @@ oracle, outside the guarantee, which training never sees. The same true gradient
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def run_quality(r: Recipe, data_dir: str | None, device: str) -> list[dict[str, Any]]:
-    """One run of a two-phase method, judged at its switch: one row for each score."""
+    """One run of a two-phase method, judged at its switch: one row for each score, told apart by their recipes."""
     made = features(r.dataset, data_dir, r.views, r.records, device)
     train, kept = held_out(made, r.held_out)
     model = network_for(r, train[0], made.scale)
@@ -81,7 +81,7 @@ def run_quality(r: Recipe, data_dir: str | None, device: str) -> list[dict[str, 
                 "composition": [asdict(layer) for layer in composition(support)],
                 "held_out_accuracy": measures(run.model, *kept)["accuracy"],
                 "seconds": seconds,
-                **provenance(r, run, device),
+                **provenance(replace(r, score=score), run, device),
             }
         )
     return rows

@@ -13,7 +13,7 @@ from typing import Any
 from scipy import stats  # type: ignore[import-untyped]
 
 from tptopk.experiments import recipes
-from tptopk.experiments.reproduce import read_results
+from tptopk.experiments.results import read_results
 from tptopk.privacy.refusal import Refusal
 
 LEVEL = 0.95

@@ -8,7 +8,7 @@ from typing import Any
 
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
-from tptopk.experiments.reproduce import read_results
+from tptopk.experiments.results import read_results
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.refusal import Refusal
 from tptopk.report import paper_context as others

@@ -1,0 +1,174 @@
+"""Results files: one JSON object a line, appended as each run ends; what is there already is not run again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tptopk.experiments.recipes import PAPER, TABLES, Recipe, completed
+from tptopk.experiments.reproduce import commit
+from tptopk.privacy.methods import method_named
+from tptopk.privacy.refusal import Refusal
+
+Lines = dict[str, Any] | list[dict[str, Any]]
+Run = Callable[[Recipe, str | None, str], Lines]  # (recipe, data folder, device) → a line, or several
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run that a results file is to have. Of several lines it has the last, alone, is filed under the recipe itself."""
+
+    path: Path
+    recipe: Recipe
+    run: Run
+
+    @property
+    def without_name(self) -> tuple[Run, dict[str, Any]]:
+        """What the outcome depends on: the table that asks for it is not part of it."""
+        return self.run, {**self.recipe.identity(), "variant": ""}
+
+
+def read_results(path: Path) -> list[dict[str, Any]]:
+    """The finished runs of a file; a last line that was cut short is not one of them."""
+    if not path.exists():
+        return []
+    found = []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines):
+        try:
+            result = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number < len(lines) - 1:
+                raise Refusal(f"line {number + 1} of {path} is not JSON: {error}") from error
+            continue
+        if not isinstance(result, dict) or not isinstance(result.get("recipe"), dict):
+            raise Refusal(f"line {number + 1} of {path} is not a run: it has no recipe")
+        found.append(result)
+    return found
+
+
+def pending(recipes: Iterable[Recipe], path: Path) -> list[Recipe]:
+    done = [completed(result["recipe"]) for result in read_results(path)]
+    return [r for r in recipes if r.identity() not in done]
+
+
+def run_all(
+    jobs: Sequence[Job],
+    data_dir: str | None,
+    device: str,
+    on_result: Callable[[Job, dict[str, Any]], None],
+    processes: int = 1,
+) -> None:
+    """Run what is not in its file yet, file by file, so many at a time, and append each run as it ends.
+
+    A run that a table of the same folder has under another name, or that is under way for one, is taken from there.
+    """
+    source = commit()  # as it is now, whatever is changed while runs go on
+    wanted: list[Job] = []
+    for path in dict.fromkeys(job.path for job in jobs):
+        _prepare(path)
+        of_file = [job for job in jobs if job.path == path]
+        left = pending((job.recipe for job in of_file), path)
+        wanted += sorted((job for job in of_file if job.recipe in left), key=_kinship)
+    finished = {folder: _of_all_tables(folder) for folder in {job.path.parent for job in wanted}}
+
+    def keep(job: Job, found: Lines) -> None:
+        lines = found if isinstance(found, list) else [found]
+        lines = sorted(lines, key=lambda line: line["recipe"] == job.recipe.identity())
+        with job.path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        finished[job.path.parent] += [{**line, "taken_from": job.path.name} for line in lines]
+        on_result(job, lines[-1])
+
+    queued: list[Job] = []
+    same: list[Job] = []  # as one that is queued, but for the name
+    for job in wanted:
+        if taken := _taken_from(finished[job.path.parent], job.recipe):
+            keep(job, taken)
+        elif job.recipe.variant != PAPER and job.without_name in (other.without_name for other in queued):
+            same.append(job)
+        else:
+            queued.append(job)
+    for job, found in _outcomes(queued, data_dir, device, processes, source):
+        keep(job, found)
+    for job in same:
+        taken = _taken_from(finished[job.path.parent], job.recipe)
+        assert taken is not None, "what it waited for has ended"
+        keep(job, taken)
+
+
+def _outcomes(
+    jobs: list[Job], data_dir: str | None, device: str, processes: int, source: str | None
+) -> Iterator[tuple[Job, Lines]]:
+    """Each job with its lines, as it ends."""
+    if processes == 1 or len(jobs) < 2:
+        yield from ((job, job.run(job.recipe, data_dir, device)) for job in jobs)
+        return
+    threads, others = max(1, (os.cpu_count() or 1) // processes), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(
+        min(processes, len(jobs)), multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads, source)
+    )
+    try:
+        running = {pool.submit(job.run, job.recipe, data_dir, device): job for job in jobs}
+        for ended in as_completed(running):
+            yield running[ended], ended.result()
+    except BrokenProcessPool as error:
+        raise Refusal(
+            "one of the processes was killed, most likely for want of memory: give fewer --processes; finished runs are kept"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - others:
+            process.terminate()
+            process.join()
+
+
+def _begin(threads: int, source: str | None) -> None:
+    """An interrupt is the first process's to act on; processors are shared out; the source is that of the first process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ |= {"TPTOPK_COMMIT": source} if source else {}
+    torch.set_num_threads(threads)
+
+
+def _of_all_tables(folder: Path) -> list[dict[str, Any]]:
+    """The runs of all tables' files in a folder, each with the name of its file."""
+    return [{**run, "taken_from": f"{name}.jsonl"} for name in TABLES for run in read_results(folder / f"{name}.jsonl")]
+
+
+def _taken_from(finished: list[dict[str, Any]], r: Recipe) -> dict[str, Any] | None:
+    """The same run, to the seed, under another name; it takes no time again.
+
+    The main table's own runs are never taken: they keep what advice would have been given.
+    """
+    for run in finished if r.variant != PAPER else ():
+        if {**completed(run["recipe"]), "variant": r.variant} == r.identity():
+            return {**run, "variant": r.variant, "recipe": r.identity(), "seconds": 0.0}
+    return None
+
+
+def _kinship(job: Job) -> tuple[Any, ...]:
+    """Neighbours share data and plans."""
+    r = job.recipe
+    return r.dataset, r.views, r.records or 0, r.held_out, r.target_epsilon, method_named(r.method).warmup, r.epochs
+
+
+def _prepare(path: Path) -> None:
+    """Make the file's folder, and cut off a last line that was never finished."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refusal(
+            f"cannot keep runs in {path.parent}: {error.strerror}; give --results FOLDER, one that can be written to"
+        ) from error
+    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
