@@ -199,6 +199,9 @@ def test_an_archive_that_reaches_outside_or_lacks_files_is_refused(server, tmp_p
     folder = tmp_path / "made" / "cifar-10-batches-py"
     for content, message in (
         (archive(folder, {"../../escaped": b"x"}), "cannot be unpacked"),
+        (archive(folder, {"cifar-10-batches-py/../../../escaped": b"x"}), "cannot be unpacked"),
+        (archive(folder, {"cifar-10-batches-py/..": b"x"}), "cannot be unpacked"),
+        (archive(folder, {str(tmp_path / "escaped"): b"x"}), "cannot be unpacked"),
         (archive(None, {"cifar-10-batches-py/data_batch_1": b"x"}), "holds no cifar-10-batches-py/data_batch_2"),
         (archive(folder)[:2000], "cannot be unpacked"),
         (b"no archive", "cannot be unpacked"),
