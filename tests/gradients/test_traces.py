@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tests.gradients.test_probe import VECTORS
 from tptopk.gradients.probe import choose_engine
+from tptopk.gradients.traces import unchanged
 from tptopk.privacy.refusal import Refusal
 
 
@@ -133,3 +134,50 @@ def test_a_loss_that_remembers_its_data_is_refused(how):
 def test_a_model_that_remembers_its_data_is_refused(where):
     with pytest.raises(Refusal, match="changes when the model is run"):
         choose_engine(RunningMean(where), F.cross_entropy, VECTORS)
+
+
+BANKS = {
+    "lists": lambda: [[] for _ in range(10_000)],
+    "dicts": lambda: {place: {} for place in range(10_000)},
+    "nothing yet": lambda: [None] * 10_000,
+    "numbers": lambda: [0.0] * 10_000,
+    "tuples": lambda: [()] * 10_000,
+}
+
+
+class Bank(nn.Module):
+    """A memory of records, or of a number about them, at one of many places; a large vocabulary beside it changes nothing."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.layer, self.of, self.bank = nn.Linear(6, 3), of, BANKS[of]()
+        self.vocabulary = {f"word {n}": n for n in range(20_000)}
+        self.merges = [("a", "b")] * 20_000
+        self.remembers = True
+
+    def forward(self, x):
+        for record in x.detach() if self.remembers else ():
+            place = 5000 + int(record.abs().sum() * 100) % 1000
+            if self.of == "lists":
+                self.bank[place].append(record.clone())
+            elif self.of == "dicts":
+                self.bank[place][len(self.bank[place])] = record.clone()
+            else:
+                self.bank[place] = {"numbers": float(record.sum()), "tuples": (record.clone(),)}.get(
+                    self.of, record.clone()
+                )
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("of", BANKS)
+def test_a_large_memory_of_records_is_found_before_training_and_at_every_batch(of):
+    model = Bank(of)
+    with pytest.raises(Refusal, match="changes when the model is run"):
+        choose_engine(model, F.cross_entropy, VECTORS)
+    model.remembers = False
+    assert choose_engine(model, F.cross_entropy, VECTORS) == "capture"
+    if of == "numbers":
+        return  # those are looked at before training alone
+    model = Bank(of)
+    with pytest.raises(RuntimeError, match="the model was changed"), unchanged(model, "it was run"):
+        model(VECTORS[0])

@@ -117,12 +117,16 @@ def test_an_infinite_number_is_beyond_its_bound_and_nan_is_missing(dtype):
     assert np.array_equal(*found)
 
 
-def test_a_table_of_one_dimension_is_refused_without_its_values():
-    for act in (
-        lambda: declared().fit([987654.321, 2.0], [0, 1]),
-        lambda: declared().fit(*made()).predict([987654.321, 2.0]),
-    ):
-        with pytest.raises(Refusal, match="not a table of two dimensions") as refused:
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        ([987654.321, 2.0], "not a table of two dimensions"),
+        (np.full((2, 2), 987654.321 + 1j), "Complex data not supported"),
+    ],
+)
+def test_a_table_of_one_dimension_or_of_complex_numbers_is_refused_without_its_values(table, message):
+    for act in (lambda: declared().fit(table, [0, 1]), lambda: declared().fit(*made()).predict(table)):
+        with pytest.raises(Refusal, match=message) as refused:
             act()
         assert "987654" not in str(refused.value) and refused.value.__context__ is None
 

@@ -111,6 +111,8 @@ def test_queries_are_charged_first_and_answered_once(tmp_path):
     mechanism.answer(0, torch.zeros(3))
     with pytest.raises(RuntimeError, match="answered before"):
         mechanism.answer(0, torch.zeros(3))
+    answer = mechanism.answer(1, torch.full((3,), 1 / 3, dtype=torch.float64))
+    assert answer.dtype == torch.float32, "digits that the noise does not have would be the sum's own"
     without = plan(layer, 0)
     assert numbers.phases[0].noise_multiplier > without.phases[0].noise_multiplier, "the queries cost something"
 

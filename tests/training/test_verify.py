@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 
 import pytest
 from torch import nn
 
 import tptopk
-from tests.training.test_resume import run
+from tests.training.test_resume import in_a_child, run
+from tptopk.privacy import ledger as ledger_module
+from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.refusal import Refusal
+from tptopk.training.run import RunFolder
 from tptopk.training.verify import verify
 
 
@@ -73,6 +77,101 @@ def test_a_ledger_whose_end_was_cut_off_is_found(tmp_path, told):
     if told:
         with pytest.raises(Refusal, match="lines are missing"):
             tptopk.load(folder, nn.Linear(6, 3))
+
+
+def stopping_at(step):
+    def stop(record):
+        if record.step == step:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def interrupted(folder, step, **options):
+    with pytest.raises(KeyboardInterrupt):
+        run(folder, on_step=stopping_at(step), **options)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_run_whose_ledger_was_cut_is_not_gone_on_with(tmp_path, told):
+    """Resumed, it would charge anew what it released before, and nothing that tells of that would be left."""
+    folder = tmp_path / "run"
+    interrupted(folder, 5)
+    lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (folder / "ledger.jsonl").write_text(
+        "".join(lines[:-2])
+    )  # the closing line and a charge; the checkpoint stands before
+    if not told:
+        summary = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps({**summary, "status": "running"}))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(Refusal, match="lines are missing"):
+        run(folder, resume=True)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")  # of steps that the budget does not pay
+def test_a_kill_between_the_two_marks_of_a_new_attempt_is_no_cut(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    interrupted(folder, 5)
+
+    def killed(self, *given, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, "__init__", killed)  # the ledger has the attempt's line, run.json not yet
+        run(folder, resume=True)
+    assert read_ledger(folder / "ledger.jsonl").end is None and verify(folder).holds
+    assert run(folder, resume=True).status == "finished" and verify(folder).holds
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")  # of steps that the budget does not pay
+def test_a_ledger_that_could_not_be_written_once_leaves_a_folder_as_a_crash_does(tmp_path, monkeypatch):
+    folder, lines, honest = tmp_path / "run", [], ledger_module.append_durably
+
+    def flaky(file, text):
+        lines.append(text)
+        if len(lines) == 7:
+            raise OSError(122, "Disk quota exceeded")
+        honest(file, text)
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="quota exceeded"):
+        patch.setattr(ledger_module, "append_durably", flaky)
+        run(folder)
+    found = verify(folder)
+    assert found.holds and [ok for what, ok, _ in found.checks if what == "end"] == [None]
+    with pytest.raises(Refusal, match="killed before it could save a model"):
+        tptopk.load(folder, nn.Linear(6, 3))
+    assert run(folder, resume=True).status == "finished" and verify(folder).holds
+
+
+def test_an_honest_run_that_was_resumed_and_killed_is_within_its_budget(tmp_path):
+    """What its first attempt lost in the dear warm-up is charged; the steps that this leaves no budget for are not."""
+    folder = tmp_path / "run"
+    interrupted(folder, 2)  # before the first checkpoint
+
+    def kill(record):
+        if record.step == 7:
+            os._exit(9)
+
+    assert in_a_child(lambda: run(folder, resume=True, on_step=kill)) == 9
+    found = verify(folder)
+    assert found.holds and "so far" in next(words for what, _, words in found.checks if what == "budget")
+
+
+def test_an_interrupt_after_the_closing_line_leaves_a_folder_that_holds(tmp_path, monkeypatch):
+    folder, honest, calls = tmp_path / "run", RunFolder._write, []
+
+    def slow(self, name, values):
+        calls.append(name)
+        if calls.count("run.json") == 2 and name == "run.json":
+            raise KeyboardInterrupt
+        honest(self, name, values)
+
+    monkeypatch.setattr(RunFolder, "_write", slow)
+    with pytest.raises(KeyboardInterrupt):
+        run(folder)
+    assert verify(folder).holds
 
 
 def test_a_loaded_runs_caveats_are_its_ledgers(tmp_path):

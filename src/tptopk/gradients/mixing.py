@@ -67,9 +67,10 @@ def _mixes_where_taken(model: nn.Module, loss: PerExampleLoss, batch: Batch, oth
 
     def tried(model: nn.Module, batch: Batch) -> Tensor:
         try:
-            return loss(model, batch)
+            losses = loss(model, batch)
         except Exception as error:
             raise _NotTaken from error
+        return checked_losses(lambda *_: losses, model, batch)
 
     try:
         return _mixes(model, tried, batch, others, wherever_finite=True)

@@ -78,7 +78,8 @@ class Windows:
             return base.as_strided((batch, self.count, self.width), (base.stride(0), *self.positions[1], 1))
         view = base.as_strided(sizes, strides)
         if self._in_short_runs() and not view.is_contiguous():
-            view = base.view(batch, -1).index_select(1, _places(self.columns, self.positions, base.device))
+            positions, columns = self.offsets()
+            view = base.view(batch, -1).index_select(1, (columns[:, None] + positions).flatten())
         return view.reshape(batch, self.width, self.count).transpose(1, 2)
 
     def _in_short_runs(self) -> bool:
@@ -107,12 +108,6 @@ def _offsets(axes: Axes, device: torch.device) -> Tensor:
     for size, stride in zip(*axes, strict=True):
         found = (found[:, None] + stride * torch.arange(size, dtype=torch.int32, device=device)).flatten()
     return found
-
-
-@cache
-def _places(columns: Axes, positions: Axes, device: torch.device) -> Tensor:
-    """[d · T] where, in its example, each number of each window lies."""
-    return (_offsets(columns, device)[:, None] + _offsets(positions, device)).flatten()
 
 
 class Products:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice, pairwise
+from itertools import chain, pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -24,7 +24,8 @@ from tptopk.gradients.mixing import EXAMPLES, Maker, in_other_sizes
 from tptopk.privacy.refusal import Refusal
 
 OWN = ("_parameters", "_buffers", "_modules")  # where a module keeps what it names itself
-LONG = 10_000  # entries of a container from which on its length alone is looked at
+LONG = 10_000  # entries of a container from which on they are looked at all at once, where they are plain
+PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 DEEP = 12  # objects within objects that are looked into
 Seen = dict[int, Any]  # id → what has it, held so that nothing else can have it meanwhile
 OPAQUE = (type, ModuleType, BuiltinFunctionType, torch.device, torch.dtype)
@@ -74,14 +75,18 @@ def _tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, (list, tuple, dict)) and depth < DEEP:
         items = value.values() if isinstance(value, dict) else value
-        if len(value) >= LONG and not any(_holds_tensors(item, depth + 1) for item in islice(items, 10)):
-            return  # a vocabulary, or pairs of one
+        if len(value) >= LONG and _are_plain(items):
+            return  # a vocabulary
         for item in items:
             yield from _tensors_in(item, depth + 1)
 
 
-def _holds_tensors(value: Any, depth: int) -> bool:
-    return next(_tensors_in(value, depth), None) is not None
+def _are_plain(items: Collection[Any]) -> bool:
+    """Whether these are numbers, texts and tuples of such, now; said at the speed of C, as it is asked at every batch."""
+    kinds = set(map(type, items))
+    if tuple in kinds:
+        kinds = (kinds - {tuple}) | set(map(type, chain.from_iterable(item for item in items if type(item) is tuple)))
+    return kinds <= PLAIN
 
 
 def _same(before: Tensor, after: Tensor) -> bool:
@@ -161,15 +166,15 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth:
     elif isinstance(value, partial):
         _keep(where, (value.func, value.args, value.keywords), found, seen, depth + 1)
     elif isinstance(value, (set, frozenset)):
-        found[where] = frozenset(map(repr, value)) if len(value) < LONG else len(value)
+        found[where] = frozenset(map(repr, value))
     elif isinstance(value, (Mapping, list, tuple, deque)):
         found[f"the length of {where}"] = (len(value),)
-        if len(value) < LONG:
-            items = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
-            for key, item in items:
-                _keep(
-                    f"{where}[{key!r}]" if isinstance(key, (int, str)) else f"{where}[…]", item, found, seen, depth + 1
-                )
+        items = list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
+        if len(value) >= LONG and _are_plain([item for _, item in items]):
+            found[where] = hashlib.sha256(repr(items).encode()).digest()
+            return
+        for key, item in items:
+            _keep(f"{where}[{key!r}]" if isinstance(key, (int, str)) else f"{where}[…]", item, found, seen, depth + 1)
     elif isinstance(value, MethodType):
         _keep(where, value.__self__, found, seen, depth + 1)
     elif isinstance(value, FunctionType):

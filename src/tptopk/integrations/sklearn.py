@@ -31,6 +31,12 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Opti
     "sgd": lambda parameters, rate: torch.optim.SGD(parameters, lr=rate, momentum=0.9),
     "adam": lambda parameters, rate: torch.optim.Adam(parameters, lr=rate),
 }
+# where scikit-learn's own message quotes the values, what is said instead
+WITHOUT_VALUES = {
+    "Expected 2D array": "X is not a table of two dimensions, [records, columns]. Reshape your data: X.reshape(-1, 1) if it has one column, "
+    "X.reshape(1, -1) if it is one record",
+    "Complex data": "Complex data not supported: X must hold real numbers, categories or texts",
+}
 
 
 class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
@@ -252,13 +258,10 @@ class TPTopKClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 return validate_data(self, X, dtype=None, ensure_all_finite=False, reset=False), None
             return validate_data(self, X, y, dtype=None, ensure_all_finite=False)  # type: ignore[no-any-return]
         except ValueError as error:
-            if "Expected 2D array" not in str(error):
+            told = next((words for words in WITHOUT_VALUES if words in str(error)), None)
+            if told is None:
                 raise
-        # what scikit-learn says of it quotes the values
-        raise Refusal(
-            "X is not a table of two dimensions, [records, columns]. Reshape your data: X.reshape(-1, 1) if it has one column, "
-            "X.reshape(1, -1) if it is one record"
-        )
+        raise Refusal(WITHOUT_VALUES[told])
 
     def _labels(self, y: Array) -> tuple[Array, Tensor]:
         """The classes, sorted, and each record's number among them."""

@@ -76,7 +76,8 @@ def check_number(
 def check_count(name: str, value: int, *, least: int = 1) -> None:
     """Refuse a value that is not a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MANY:
-        raise Refusal(f"{name} is {value!r}; it must be a whole number of at least {least}")
+        most = " and less than 2 to the power of 63" if isinstance(value, int) and value >= MANY else ""
+        raise Refusal(f"{name} is {value!r}; it must be a whole number of at least {least}{most}")
 
 
 OF_THE_PLAN = (

@@ -1,11 +1,14 @@
-"""A run that was begun: whether a folder holds one, whether it is finished, and what to type to go on with it."""
+"""A run that was begun: whether a folder holds one, whether it is finished or has lost lines, and what to type to go on with it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from tptopk.privacy.refusal import Refusal
 
@@ -32,7 +35,7 @@ def _runs_in(folder: Path) -> list[str]:
     return sorted(ledger.parent.name for ledger in folder.glob("*/ledger.jsonl"))
 
 
-def _summary(folder: str | Path) -> dict[str, Any]:
+def summary_in(folder: str | Path) -> dict[str, Any]:
     """What run.json says; nothing if it cannot be read."""
     try:
         found = json.loads((Path(folder) / "run.json").read_text(encoding="utf-8"))
@@ -41,9 +44,35 @@ def _summary(folder: str | Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def ledger_named_by(weights: Path) -> str:
+    """How many lines the ledger had when the weights were saved, and the last one's hash; nothing without weights."""
+    try:
+        with safe_open(str(weights), "pt") as file:
+            return str((file.metadata() or {}).get("tptopk.ledger", ""))
+    except (OSError, SafetensorError):
+        return ""
+
+
+def cut_off(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """In words, how it shows that a run's ledger has lost lines at its end: what the run left knows of more than are there.
+
+    `run.json` is marked as running after an attempt's first line, and as anything else after a closing line.
+    """
+    status, closed = summary_in(folder).get("status", "running"), [n for n, v in enumerate(lines) if v["kind"] == "end"]
+    if status != "running":
+        since = [line["kind"] for line in lines[closed[-1] + 1 :]] if closed else ["everything"]
+        if not closed or lines[closed[-1]]["status"] != status or any(kind != "attempt" for kind in since):
+            return f"run.json says that the run is {status}, which is said after the closing line: lines are missing"
+    number, _, head = ledger_named_by(folder / "model.safetensors").partition(" ")
+    known = number.isdigit() and 0 < int(number) <= len(lines) and lines[int(number) - 1]["hash"] == head
+    if number and not known:
+        return "model.safetensors names a line that the ledger does not have: lines are missing"
+    return None
+
+
 def begun_with(folder: str | Path) -> dict[str, Any]:
     """The plain values that whoever began the run kept with it; nothing if there are none."""
-    config = _summary(folder).get("config")
+    config = summary_in(folder).get("config")
     return config if isinstance(config, dict) else {}
 
 
@@ -67,7 +96,7 @@ def how_to_resume(folder: str | Path) -> str:
 
 def what_instead(folder: str | Path) -> str:
     """What to do where a new run was to be begun in a folder that holds one."""
-    if _summary(folder).get("status") == "finished":
+    if summary_in(folder).get("status") == "finished":
         return "it is finished: choose another folder"
     return f"choose another folder, or go on with it: {how_to_resume(folder)}"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from tptopk.privacy.ledger import Ledger, versions
 from tptopk.privacy.ledger_record import LedgerRecord
 from tptopk.privacy.statement import Facts, facts_of
+from tptopk.training.begun import summary_in
 
 
 def facts_in(folder: Path, record: LedgerRecord) -> Facts:
@@ -26,14 +26,6 @@ def facts_in_run_json(folder: Path) -> dict[str, object]:
     """The facts that a run.json holds; none where it cannot be read."""
     facts = summary_in(folder).get("facts", {})
     return dict(facts) if isinstance(facts, dict) else {}
-
-
-def summary_in(folder: Path) -> dict[str, object]:
-    """What a run.json holds; nothing where it cannot be read."""
-    try:
-        return dict(json.loads((folder / "run.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def facts_of_ledger(ledger: Ledger, *, seeded: bool, averaged: bool, status: str, generator: str) -> Facts:

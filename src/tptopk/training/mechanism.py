@@ -139,7 +139,7 @@ class Mechanism:
         numbers = self._plan.queries[index]
         noise = self._streams.normal(total.numel(), total.device, "query", index, step)
         noisy = total + noise.view_as(total) * (numbers.noise_multiplier * numbers.clip_norm)
-        return noisy / self._plan.expected_batch_size(numbers)
+        return (noisy / self._plan.expected_batch_size(numbers)).float()  # no digit beyond those of the noise
 
     @torch.no_grad()
     def _release(self, total: ClippedSum, support: Support, phase: int, step: int) -> PrivateGradient:

@@ -46,7 +46,11 @@ def opened(
             generator=streams.name,
         )  # fmt: skip
         streams = Streams(run=secrets.token_hex(8), attempt=ledger.attempt, seed=seed, secure=secure)
-        return ledger, RunFolder(out, model, plan, config, resume=True, schema=schema), streams
+        try:
+            return ledger, RunFolder(out, model, plan, config, resume=True, schema=schema), streams
+        except BaseException:
+            ledger.release()
+            raise
     payment = None if account is None else secrets.token_hex(8)
     pay = None if account is None else partial(charge_account, account, plan, payment=payment)
     folder = None

@@ -194,8 +194,14 @@ class RunFolder:
             shutil.copymode(self.path / "plan.json", self.path / name)
         kept = [*names, *(name for name in (WARMUP, SCHEMA) if (self.path / name).exists())]
         ledger.close(run.status, {name: sha256_of(self.path / name) for name in kept})
+        if ledger.ended is None:
+            return  # its file could not be written: the folder stays as a crash leaves it
         run.facts = replace(run.facts, ended=ledger.ended)
-        self.describe(run)
+        try:
+            self.describe(run)
+        except KeyboardInterrupt:
+            self.describe(run)  # closed without its description it could neither be verified nor resumed
+            raise
         if run.status == "finished":
             remove_checkpoints(self.path)
 

@@ -20,7 +20,7 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy
 from tptopk.supports.support import trainable
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.begun import refuse_finished
+from tptopk.training.begun import cut_off, refuse_finished
 from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tptopk.training.run import load_weights
 from tptopk.training.updates import WeightAverage, optimizer_state, restore_optimizer
@@ -144,6 +144,8 @@ def refuse_another_run(folder: Path, plan: Plan) -> LedgerRecord:
         raise Refusal(f"{folder} holds a run of another plan; a run is resumed with the plan it was begun with")
     if record.problems:
         raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
+    if lost := cut_off(folder, record.lines):
+        raise Refusal(f"the ledger of {folder} cannot be gone on with: {lost}")
     return record
 
 

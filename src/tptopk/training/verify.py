@@ -8,8 +8,6 @@ import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from tptopk.privacy import accounting, second_opinion
 from tptopk.privacy.accounting import Segment, round_up
 from tptopk.privacy.ledger_record import LedgerRecord, read_ledger
@@ -18,9 +16,9 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, charged_segments, statement
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.begun import how_to_resume, run_folder
+from tptopk.training.begun import cut_off, how_to_resume, ledger_named_by, run_folder, summary_in
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
-from tptopk.training.facts import facts_in, facts_in_run_json, summary_in
+from tptopk.training.facts import facts_in, facts_in_run_json
 from tptopk.training.run import SCHEMA
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
@@ -72,7 +70,7 @@ def verify(path: str | Path) -> Verdict:
     verdict.add("charges", not record.problems, record.problems[0] if record.problems else "all of them the plan's own")
     facts = _facts(record, folder, verdict)
     verdict.facts, verdict.delta = facts, record.plan.delta
-    _recompute(record.plan, facts, verdict)
+    _recompute(record, facts, verdict)
     _check_plan(record, folder, verdict)
     _check_files(record, folder, verdict)
     _check_statement(record, folder, facts, verdict)
@@ -121,7 +119,8 @@ def warmup_in(path: str | Path) -> WarmUp:
     return found
 
 
-def _recompute(plan: Plan, facts: Facts, verdict: Verdict) -> None:
+def _recompute(record: LedgerRecord, facts: Facts, verdict: Verdict) -> None:
+    plan = record.plan
     if not plan.spec.private:
         verdict.add("privacy", False, "the method is 'non-private': there is no guarantee to verify")
         return
@@ -140,8 +139,11 @@ def _recompute(plan: Plan, facts: Facts, verdict: Verdict) -> None:
     verdict.add("accounting", ok, words + tighter + gave_up)
     budget = plan.target_epsilon
     if budget is not None:
-        words = f"ε = {round_up(claimed)} of a budget of {budget:g}"
-        verdict.add("budget", claimed <= budget * (1 + 1e-9), words)
+        # of a run that goes on, what it has charged: it stops before it charges more than its budget
+        charged = plan.segments(record.charged, queries=record.queries)
+        spent = claimed if record.end else accounting.epsilon(charged, plan.delta, plan.accountant)
+        words = f"ε = {round_up(spent)} of a budget of {budget:g}{'' if record.end else ', so far'}"
+        verdict.add("budget", spent <= budget * (1 + 1e-9), words)
 
 
 def _opacus_prv(segments: list[Segment], delta: float) -> float | str | None:
@@ -174,7 +176,10 @@ def _check_plan(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
 
 def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
     if record.end is None:
-        _check_nothing_is_cut_off(record, folder, verdict)
+        lost = cut_off(folder, record.lines)
+        verdict.add(
+            "files", False if lost else None, lost or "no closing line names the model and the support: not checked"
+        )
         return
     files = record.end.get("files")
     optional = [WARMUP] if isinstance(files, dict) and WARMUP in files else []
@@ -187,38 +192,10 @@ def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
             verdict.add(what, same, f"{name} is the run's" if same else f"{name} is not the file that the run left")
         except OSError as error:
             verdict.add(what, False, f"{name} cannot be read: {error.strerror}")
-    try:
-        with safe_open(str(folder / "model.safetensors"), "pt") as file:
-            stated = (file.metadata() or {}).get("tptopk.ledger", "")
-        last = record.lines[-2]
-        ok = stated == f"{len(record.lines) - 1} {last['hash']}"
-        verdict.add("model's ledger", ok, "the model names this ledger" if ok else "the model names another ledger")
-    except (OSError, SafetensorError) as error:
-        verdict.add("model's ledger", False, f"model.safetensors cannot be read: {error}")
-
-
-def _check_nothing_is_cut_off(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
-    """Of a ledger without its closing line: what the run left must not know of more lines than are there."""
-    status = summary_in(folder).get("status", "running")
-    if status != "running":
-        words = f"run.json says that the run is {status}, which is said after the closing line: lines are missing"
-        verdict.add("files", False, words)
-        return
-    number, _, head = _ledger_named_by(folder / "model.safetensors").partition(" ")
-    known = number.isdigit() and 0 < int(number) <= len(record.lines) and record.lines[int(number) - 1]["hash"] == head
-    if number and not known:
-        verdict.add("files", False, "model.safetensors names a line that the ledger does not have: lines are missing")
-        return
-    verdict.add("files", None, "no closing line names the model and the support: not checked")
-
-
-def _ledger_named_by(path: Path) -> str:
-    """How many lines the ledger had when the weights were saved, and the last one's hash; nothing without weights."""
-    try:
-        with safe_open(str(path), "pt") as file:
-            return str((file.metadata() or {}).get("tptopk.ledger", ""))
-    except (OSError, SafetensorError):
-        return ""
+    ok = ledger_named_by(folder / "model.safetensors") == f"{len(record.lines) - 1} {record.lines[-2]['hash']}"
+    verdict.add(
+        "model's ledger", ok, "the model names this ledger" if ok else "the model names another ledger, or none"
+    )
 
 
 def _check_statement(record: LedgerRecord, folder: Path, facts: Facts, verdict: Verdict) -> None:
