@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tptopk.supports.advice import advise
 from tptopk.supports.scores import CoordinateScores
 from tptopk.supports.support import Support
 from tptopk.supports.warmup import FILE, WarmUp
+from tptopk.training.run import RunFolder
 from tptopk.training.verify import verify, warmup_in
 
 QUICK = ["--accountant", "rdp", "--steps", "30", "--warmup", "0.4"]
@@ -143,6 +145,34 @@ def test_advise_runs_and_charges_a_warm_up_of_its_own(tmp_path, monkeypatch, cap
     assert code == 0 and "epsilon" not in values, "reading it again costs nothing"
     assert values["warmup_steps"] == 12 and values["steps"] == 18 and len(values["candidates"]) == 18
     assert [c["active_ratio"] for c in values["candidates"][:2]] == [1.0, 0.8]
+
+
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")  # of steps that the budget does not pay
+@pytest.mark.parametrize("stop", [1, 9])  # before the first checkpoint, and between two
+def test_a_warm_up_for_advice_that_was_interrupted_is_gone_on_with_and_read(tmp_path, monkeypatch, capsys, stop):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tptopk.cli.running.fit", partial(fit, checkpoint_every=4))
+
+    def interrupt(self, warmup, gradient):
+        honest(self, warmup, gradient)
+        if gradient.step == stop:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        honest = RunFolder.take_in
+        patch.setattr(RunFolder, "take_in", interrupt)
+        code, shown, errors = command(monkeypatch, capsys, "advise", *QUICK)
+    assert code == 130 and not shown
+    assert "go on with: tptopk train --resume runs/advise-1, then: tptopk advise runs/advise-1" in errors
+    code, _, errors = command(monkeypatch, capsys, "advise", "runs/advise-1")
+    assert (
+        code == 2 and "was not finished; go on with it, then ask again: tptopk train --resume runs/advise-1" in errors
+    )
+    assert command(monkeypatch, capsys, "train", "--resume", "runs/advise-1")[0] == 0
+    code, shown, _ = command(monkeypatch, capsys, "advise", "runs/advise-1", "--json")
+    values = json.loads(shown)
+    assert code == 0 and 8 <= values["warmup_steps"] < 12 and values["steps"] == 18
+    assert verify(tmp_path / "runs" / "advise-1").holds
 
 
 def test_what_advise_refuses_it_refuses_before_anything_is_charged(tmp_path, monkeypatch, capsys):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -117,12 +117,11 @@ def _charged_warmup(
     settings: Settings, seed: int | None, folder: str, ratios: list[float] | None
 ) -> tuple[WarmUp, dict[str, Any]]:
     """The first phase of the settings' plan, as a dense run of its own that pays for itself."""
-    from tptopk.cli.running import calibrated, check_first, train
+    from tptopk.cli.running import calibrated, check_first, interrupted, train
     from tptopk.privacy.plan import Plan
     from tptopk.supports.advice import FEWEST_STEPS, looked_at
     from tptopk.supports.support import Support
-    from tptopk.supports.warmup import FILE, WarmUp
-    from tptopk.training.checkpoint import write_durably
+    from tptopk.supports.warmup import WarmUp
 
     check_first(settings, folder)
     coordinates = Support.full(settings.build_model()).total
@@ -142,6 +141,9 @@ def _charged_warmup(
         unit=plan.unit,
     )
     warmup = WarmUp(plan)
-    run = train(replace(settings, method="dp-sgd"), seed, folder, "warm-up", by=alone, watch=warmup.add)
-    write_durably(Path(folder) / FILE, warmup.content())
+    try:
+        run = train(replace(settings, method="dp-sgd"), seed, folder, "warm-up", by=alone, warmup=warmup)
+    except KeyboardInterrupt:
+        print(f"{interrupted(folder)}, then: tptopk advise {shlex.quote(folder)}", file=sys.stderr)
+        raise typer.Exit(130) from None
     return warmup, {"epsilon": run.epsilon, "delta": plan.delta}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from tptopk.cli.options import image_progress
 from tptopk.experiments.planted import audit_planted, audit_values, plant
 from tptopk.gradients.probe import refuse_unsuitable
 from tptopk.privacy.account import read_account
-from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
@@ -35,6 +35,8 @@ from tptopk.report.terminal import (
 from tptopk.report.verdicts import print_audits
 from tptopk.settings import Settings, seed_everything
 from tptopk.supports.support import Support
+from tptopk.supports.warmup import FILE as WARMUP
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.begun import config_of, how_to_resume, refuse_finished, run_folder
 from tptopk.training.checkpoint import write_durably
 from tptopk.training.distributed import Team, launched
@@ -56,7 +58,7 @@ def train_and_show(settings: Settings, seed: int | None, out: str | None, resume
         try:
             run = train(replace(settings, device=device), seed, folder, settings.method, plan)
         except KeyboardInterrupt:
-            print(_interrupted(folder), file=sys.stderr)
+            print(interrupted(folder), file=sys.stderr)
             raise typer.Exit(130) from None
         if first and json_:
             print(json.dumps({**run.summary(), "folder": str(run.folder)}))
@@ -64,10 +66,10 @@ def train_and_show(settings: Settings, seed: int | None, out: str | None, resume
             print_run(run, Console())
 
 
-def _interrupted(folder: str | None) -> str:
+def interrupted(folder: str | None) -> str:
     if folder is None or not (Path(folder) / "ledger.jsonl").exists():
         return "interrupted; nothing was charged"
-    return f"interrupted; what was charged and the model so far are in {folder}; go on with: tptopk train --resume {folder}"
+    return f"interrupted; what was charged and the model so far are in {folder}; go on with: tptopk train --resume {shlex.quote(folder)}"
 
 
 def compare(settings: Settings, methods: Sequence[str], seeds: int, plot: str | None, json_: bool) -> None:
@@ -173,7 +175,7 @@ def train(
     resumed: Plan | None = None,
     *,
     by: Plan | None = None,
-    watch: Callable[[PrivateGradient], None] | None = None,
+    warmup: WarmUp | None = None,
 ) -> Run:
     """Train by the settings. What can be refused at once is, before the data is read; the plan, which may take long, comes last."""
     with Team().together():
@@ -190,6 +192,10 @@ def train(
         optimizer = settings.build_optimizer(model)
         unit = settings.load_unit()
         plan = resumed or by or calibrated(settings)
+        if resumed and out is not None and not plan.spec.warmup and (Path(out) / WARMUP).exists():
+            warmup = WarmUp(
+                WarmUp.load(Path(out) / WARMUP).plan
+            )  # of `tptopk advise`; it is filled from the checkpoint
     with TrainingProgress(plan, label) as progress:
         run = fit(
             model,
@@ -215,7 +221,7 @@ def train(
             resume=resumed is not None,
             seed=seed,
             on_step=progress,
-            on_private_gradient=watch,
+            warmup=warmup,
             config={**settings.to_dict(), "data": settings.data or "digits", "model": network},
             schema=None if table is None else table.as_values(),
         )

@@ -181,7 +181,10 @@ class RunFolder:
         if gradient.phase == 0:
             warmup.add(gradient)
             if warmup.complete:
-                write_durably(self.path / WARMUP, warmup.content())
+                self.keep_warmup(warmup)
+
+    def keep_warmup(self, warmup: WarmUp) -> None:
+        write_durably(self.path / WARMUP, warmup.content())
 
     def close(self, run: Run, ledger: Ledger) -> None:
         """Write down the end, whatever it was: weights, support, the ledger's last line, and `run.json` last."""

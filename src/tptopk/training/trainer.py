@@ -81,6 +81,7 @@ def fit(
     seed: int | None = None,
     on_step: Metrics | Callable[[StepRecord], object] | None = None,
     on_private_gradient: Callable[[PrivateGradient], None] | None = None,
+    warmup: WarmUp | None = None,
     config: Mapping[str, Any] | None = None,
     schema: Mapping[str, Any] | None = None,
 ) -> Run:
@@ -117,7 +118,8 @@ def fit(
     `seed`: repeatable noise and samples, for experiments: such a run must not be released.
     `on_step`: a function, called after every step with its `StepRecord`; or `tptopk.training.metrics.Metrics`, an object whose
     `step(record)` and `end(run)` are called, such as `JsonLines(path)`. `on_private_gradient`: given every private gradient before
-    the model moves by it; what is made of it without looking at the data again costs nothing.
+    the model moves by it; what is made of it without looking at the data again costs nothing. `warmup`: takes in the first
+    phase and is kept in the folder, for advice on a plan that begins as this one does; a plan with a warm-up keeps one unasked.
     `config` and `schema`: plain values to keep in the folder: settings, and what you declared of a table's columns. `resume` refuses
     another schema. They are public: nothing computed from the records belongs in them.
 
@@ -169,7 +171,10 @@ def fit(
     # which coordinates are drawn at random depends on no data and need not be secret
     public = Streams(run="", seed=shared)
     policy = SupportPolicy(plan, Support.full(model), lambda n: public.numpy("support", n), score, ratio_schedule)
-    warmup = WarmUp(plan) if out is not None and plan.spec.warmup else None
+    if warmup is not None and (warmup.steps or warmup.plan.phases[0] != plan.phases[0]):
+        raise Refusal("warmup has steps already, or is of a plan that begins otherwise than this one")
+    asked = warmup is not None
+    warmup = WarmUp(plan) if warmup is None and out is not None and plan.spec.warmup else warmup
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)
     folder = None
     with team.together():
@@ -199,6 +204,8 @@ def fit(
         team=team,
     )
     history = folder.keep_metrics(sum(ledger.steps.values())) if folder and resume else []
+    if folder and warmup and asked:
+        folder.keep_warmup(warmup)  # what it advises on is not in the plan
 
     def after_step(record: StepRecord) -> None:
         history.append(record)
@@ -224,8 +231,8 @@ def fit(
         if annealing is not None:
             annealer = Annealer(annealing, model, losses, records, plan, mechanism, streams, computing.most, device)
         shown: list[Callable[[PrivateGradient], object]] = []
-        if folder and warmup:
-            shown.append(partial(folder.take_in, warmup))
+        if warmup and team.is_first:
+            shown.append(partial(folder.take_in, warmup) if folder else warmup.add)
         if on_private_gradient and team.is_first:
             shown.append(on_private_gradient)
         Loop(
@@ -234,6 +241,8 @@ def fit(
             team=team, mechanism=mechanism, sampler=PoissonSampler(plan.dataset_size, streams), policy=policy,
             average=average, annealer=annealer, shown=shown, after_step=after_step,
         ).run()  # fmt: skip
+        if folder and warmup and asked and not warmup.complete:
+            folder.keep_warmup(warmup)  # its last steps were dropped
         status = "finished"
         dropped = plan.steps - sum(ledger.steps.values())
         if dropped:

@@ -116,6 +116,10 @@ def warmup_in(path: str | Path) -> WarmUp:
     found = WarmUp.load(folder / WARMUP)
     if found.plan.phases[0] != record.plan.phases[0] or found.plan.dataset_size != record.plan.dataset_size:
         raise Refusal(f"{folder / WARMUP} is of another plan than the run's ledger")
+    if not found.complete and (record.end is None or record.end["status"] != "finished"):
+        raise Refusal(
+            f"the warm-up in {folder} was not finished; go on with it, then ask again: {how_to_resume(folder)}"
+        )
     return found
 
 
