@@ -102,6 +102,25 @@ def test_intervals_hold_the_truth_at_the_rate_they_state(sampling):
     assert len(hits) == 5
 
 
+@pytest.mark.parametrize(
+    "active, value, floor", [(60, 0.012, 0.0), (30, 0.01, 0.0), (120, 0.008, 0.002), (60, 0.006, 0.004)]
+)
+def test_the_ranking_that_training_uses_keeps_what_the_range_says(active, value, floor):
+    """It is by the whole warm-up, and keeps more than the rankings by half that can be judged; 40 warm-ups at 95%."""
+    generator, kept = torch.Generator().manual_seed(2), Counter()
+    signal = concentrated(active, value).clamp(min=floor)
+    whole = float(signal.square().sum())
+    for _ in range(40):
+        warmup = warmup_of(signal, generator)
+        for c in advise(warmup, ratios=(0.4, 0.1)).candidates:
+            support = top_k(SCORES[c.score](warmup.scores()), c.active)
+            share = float(support.keep("w", signal.square()).sum()) / whole
+            kept[c.score, c.active] += c.kept.low - 5e-4 <= share <= c.kept.high + 5e-4
+    assert all(kept[cell] >= 33 for cell in kept) and len(kept) == 4, (
+        kept
+    )  # below that by chance less than once in 1,000 runs
+
+
 def test_noise_alone_is_never_a_reason_to_restrict():
     """200 warm-ups without signal. A wrong "restrict" needs signal at 97.5% and a share far above its own interval."""
     generator = torch.Generator().manual_seed(2)

@@ -105,9 +105,10 @@ def print_advice(advice: Advice, console: Console) -> None:
     scores = list(advice.misranking)
     table = Table(
         title=f"d = {advice.coordinates:,} coordinates; warm-up of {advice.warmup_steps} steps; {advice.steps} steps to follow; "
-        f"ranges hold at {advice.level:.0%}",
+        f"ranges at {advice.level:.0%}",
         caption="In %: noise saved by training a share ρ of the coordinates, and signal kept if they are ranked by each score or drawn at "
-        "random. Progress: times that of training all of them, worst to best.",
+        "random. They are ranked by half of the warm-up, which the other half judges; the upper ends are extrapolated to a ranking by all of "
+        "it, which training uses. Progress: times that of training all of them, worst to best.",
         title_justify="left",
         caption_justify="left",
     )

@@ -3,7 +3,8 @@
 `energy` estimates the share α of the signal that a support keeps, and `gain` how much more progress the next phase makes
 on it. "Restrict" needs a gain of 5% at n = √T₂ at the lower end of an interval wide enough to hold for all supports
 together, and counts only that noise as saved whose harm can be shown. "Stay dense" needs less than 5% for every support at
-n = 1, kν₂² and the favourable ends; as it must hold for each of them, it needs no wider intervals.
+n = 1, kν₂² and the favourable ends, of supports ranked by the whole warm-up; as it must hold for each of them, it needs no wider
+intervals.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 
 from tptopk.privacy.plan import Plan, active_of
 from tptopk.privacy.refusal import Refusal, check_number
-from tptopk.supports.energy import Interval, energies, fieller, sampling_energy, share_kept, variance_of
+from tptopk.supports.energy import (
+    Interval,
+    energies,
+    fieller,
+    sampling_energy,
+    share_kept,
+    share_kept_by_all,
+    variance_of,
+)
 from tptopk.supports.gain import Following
 from tptopk.supports.scores import SCORES
 from tptopk.supports.warmup import WarmUp
@@ -35,7 +44,7 @@ class Candidate:
     active_ratio: float  # k/d
     active: int  # k
     energy: float  # E(S), without bias; may be negative
-    kept: Interval  # α, at the stated level
+    kept: Interval  # α at the stated level: ranked by half the warm-up, the upper end by all of it
     outside: float  # share of the records' own gradients that lies outside, at least
     gain: Interval  # progress over that of dense training: at n = √T₂, at worst and at best
 
@@ -114,11 +123,12 @@ def advise(
     score_error = warmup.noise_std**2 * math.sqrt(2 / warmup.steps)  # times √coordinates
     transient = max(0.0, score_energy - whole - added)  # more than sampling can add: signal that did not last
     for score, of_score in found.kept.items():
-        for k, energy, inside in zip(counts, of_score, found.scored[score], strict=True):
+        for k, energy, inside, grown in zip(counts, of_score, found.scored[score], found.grown[score], strict=True):
             spared = ((score_energy - inside) - (whole - energy) - transient) / added if added > 0 else 0.0
             doubt = score_error * math.sqrt(total - k) / added if added > 0 else 0.0
             errors = float(variance.std(k, energy)), float(variance.std(total - k, whole - energy)), doubt
             kept = share_kept(energy, whole, k, total, variance, sure)
+            kept = share_kept_by_all(kept, grown, whole, k, total, variance, sure)
             gain = Interval(
                 phase.gain(kept.estimate, whole, k, math.sqrt(phase.steps)),
                 phase.sure_gain(energy, whole - energy, spared, k, errors, surer),

@@ -8,7 +8,12 @@ product, on it, of the other two parts' mean gradients, averaged over all six wa
 Noise and Poisson samples of different steps are independent, so neither the energy that sampling adds to a score nor
 the luck of the chosen coordinates is in it. With v = ν₁²/T_C the variance of a part's mean on one coordinate, and λ the
 variance of a step's sample along the gradient, Var E(S) = (1/36) Σ_{C<D} k v_C v_D + E(S) Σ_C (v_C + λ/T_C)/4, and small
-mixed terms. Intervals invert the normal test of E(S) − α E = 0. A support ranked by the whole warm-up keeps no less.
+mixed terms. Intervals invert the normal test of E(S) − α E = 0.
+
+What training uses is a support ranked by the whole warm-up, which keeps more than one ranked by half of it. How much more cannot be
+measured, as no step is left to judge by; but rankings by a quarter can be judged in the same way. Where what a ranking holds beyond
+chance grows no faster than the steps it is made of, the second doubling adds at most twice what the first did: the upper end of α's
+interval is raised by twice the growth from a quarter to a half, at its own upper end. That is an extrapolation, and no bound.
 """
 
 from __future__ import annotations
@@ -48,10 +53,18 @@ class Variance(NamedTuple):
         return np.sqrt(self.noise * coordinates + self.mixed + self.slope * np.maximum(energy, 0.0))
 
 
+class Grown(NamedTuple):
+    """E(S ranked by two parts) − E(S ranked by one of them), and Σw² of its weights."""
+
+    energy: float
+    coordinates: float
+
+
 class Energies(NamedTuple):
     """What the warm-up says of signal on the best k coordinates by each score, averaged over the six ways."""
 
     kept: dict[str, list[float]]  # by score, for each k: E(S)
+    grown: dict[str, list[Grown]]  # by score, for each k: how much less a ranking by one part keeps
     scored: dict[str, list[float]]  # by score, for each k: Σ_S of the raw scores of the two parts that did not choose S
     ranked: dict[str, float]  # by score: Σ_p ĝ_p·(share of coordinates ranked no higher than p)
     whole: float  # E(everything)
@@ -63,21 +76,39 @@ def energies(warmup: WarmUp, counts: Sequence[int]) -> Energies:
     means = [_flat(warmup.mean(part)) for part in range(PARTS)]
     kept = {score: [0.0] * len(counts) for score in SCORES}
     scored = {score: [0.0] * len(counts) for score in SCORES}
+    grown = {score: [Grown(0.0, 0.0)] * len(counts) for score in SCORES}
     ranked = dict.fromkeys(SCORES, 0.0)
     whole = 0.0
     for pair in folds:
         product = (means[pair[0]] * means[pair[1]]).double() / len(folds)
         whole += float(product.sum())
         judged = _flat(warmup.scores(pair)).double() / len(folds)
-        raw = warmup.scores(part for part in range(PARTS) if part not in pair)
+        rankers = [part for part in range(PARTS) if part not in pair]
+        raw, alone = warmup.scores(rankers), [warmup.scores([part]) for part in rankers]
         for score, rank in SCORES.items():
-            order = torch.sort(_flat(rank(raw)), descending=True, stable=True).indices  # ties in flat order, as top_k
+            order = _order(rank(raw))
             running, sampled = product[order].cumsum(0), judged[order].cumsum(0)
+            ranks = [_ranks(order), *(_ranks(_order(rank(of_part))) for of_part in alone)]
             for place, k in enumerate(counts):
                 kept[score][place] += float(running[k - 1])
                 scored[score][place] += float(sampled[k - 1])
+                both, *each = ((found < k).double() for found in ranks)
+                more, before = both - sum(each) / len(each), grown[score][place]
+                grown[score][place] = Grown(
+                    before.energy + float((more * product).sum()),
+                    before.coordinates + float(more.square().sum()) / len(folds),
+                )
             ranked[score] += float(running.mean())  # = Σ_p ĝ_p (d − rank_p + 1)/d
-    return Energies(kept, scored, ranked, whole)
+    return Energies(kept, grown, scored, ranked, whole)
+
+
+def _order(scores: dict[str, Tensor]) -> Tensor:
+    """Coordinates from the highest score down; ties in flat order, as `top_k` breaks them."""
+    return torch.sort(_flat(scores), descending=True, stable=True).indices
+
+
+def _ranks(order: Tensor) -> Tensor:
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
 
 
 def _flat(values: dict[str, Tensor]) -> Tensor:
@@ -127,6 +158,16 @@ def share_kept(energy: float, whole: float, k: int, total: int, variance: Varian
         return variance.std(inside * k + outside * (total - k), inside * max(energy, 0.0) + outside * lost)
 
     return fieller(energy, whole, std, sure)
+
+
+def share_kept_by_all(
+    kept: Interval, grown: Grown, whole: float, k: int, total: int, variance: Variance, sure: float
+) -> Interval:
+    """`share_kept` with its upper end raised to that of a ranking by the whole warm-up."""
+    if k == total or whole <= 0:
+        return kept
+    most = grown.energy + sure * float(variance.std(grown.coordinates, abs(grown.energy)))
+    return kept._replace(high=min(1.0, kept.high + 2 * max(0.0, most / whole)))
 
 
 def fieller(part: float, whole: float, std: Callable[[Array], Array], sure: float) -> Interval:
