@@ -150,6 +150,8 @@ def test_training_refuses_oracles():
     concentration = energy_concentration(gradient)
     everything = Support.full(network())
     for value in (gradient, concentration, Oracle(0.4)):
+        with pytest.raises(TypeError, match="neither true nor false"):
+            bool(value)
         with pytest.raises(TypeError, match="oracle"):
             Support(value)
         with pytest.raises(TypeError, match="oracle"):

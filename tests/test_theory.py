@@ -135,6 +135,8 @@ STATIONARY |= {"sampling_variance": 0.1, "active": 3.0, "noise_std": 0.1}
         (lambda: theory.random_support_loss(1.0, 0, 0), "total is 0"),
         (lambda: theory.energy_capture([2.0], [1.0]), "larger than those of full"),
         (lambda: theory.energy_capture([-1.0], [1.0]), "negative"),
+        (lambda: theory.energy_capture([float("nan")], [1.0]), "no numbers"),
+        (lambda: theory.sampling_variance([], 0.5), "norms is empty"),
         (lambda: theory.energy_capture([1.0], [1.0, 2.0]), "for the same steps"),
         (lambda: theory.scheduled_learning_rate(1.0, 0), "steps is 0"),
         (lambda: theory.scheduled_learning_rate(0.0, 1), "smoothness is 0"),

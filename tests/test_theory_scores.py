@@ -205,3 +205,10 @@ def test_a_tie_at_the_boundary_leaves_nothing_to_recover_and_either_bound_serves
     for pair in (theory.misranking_exponential, theory.misranking_chernoff):
         assert theory.recovery_failure([2.0, 1.0, -1.0], 2, 0.5, 60, pair) == 1
         assert theory.recovery_failure(g, 4, 0.5, 60, pair) == 0 == theory.recovery_failure(g, 0, 0.5, 60, pair)
+
+
+@pytest.mark.parametrize("bound", [theory.misranking_chebyshev, theory.misranking_exponential])
+def test_bounds_do_not_depend_on_the_unit_however_small_or_large_it_is(bound):
+    for unit in (1e-150, 1e-100, 1e100, 1e150):
+        assert bound(3.0 * unit, unit, 2.0 * unit, 40) == pytest.approx(bound(3.0, 1.0, 2.0, 40))
+        assert bound(unit, 0.0, 0.0, 5) == 0.0 and theory.recovery_failure([unit, 0.0], 1, 0.0, 5, bound) == 0.0

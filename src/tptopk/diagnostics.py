@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tptopk.privacy.gradient import PrivateGradient, require_private
 from tptopk.privacy.oracle import Oracle
-from tptopk.privacy.refusal import Refusal, check_count
+from tptopk.privacy.refusal import Refusal, check_count, check_number
 from tptopk.supports.scores import score_named
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Support, trainable
@@ -141,6 +141,9 @@ def energy_concentration(
     squares = torch.cat([value.double().square().reshape(-1).cpu() for value in _true(gradient).values()])
     running = squares.sort(descending=True).values.cumsum(0)
     whole = float(running[-1])
+    ratios = list(ratios)
+    for ratio in ratios:
+        check_number("ratio", ratio, least=0, most=1)
     counts = [(ratio, int(ratio * len(squares) + 1e-9)) for ratio in ratios]
     return Oracle([(ratio, float(running[k - 1]) / whole if k and whole else 0.0) for ratio, k in counts])
 

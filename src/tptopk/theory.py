@@ -71,6 +71,8 @@ def sampling_variance(norms: ArrayLike, sample_rate: float) -> float:
     """
     check_number("sample_rate", sample_rate, above=0, most=1)
     squares = np.square(np.asarray(norms, dtype=np.float64))
+    if not squares.size:
+        raise Refusal("norms is empty; give that of each record")
     return (1 - sample_rate) * float(squares.mean()) / (sample_rate * squares.size)
 
 
@@ -205,7 +207,7 @@ def recovery_failure(
     if active > len(strengths):
         raise Refusal(f"active is {active}, of {len(strengths)} coordinates; it must be at most {len(strengths)}")
     outside = strengths[active:]
-    if 0 < active < len(strengths) and strengths[active - 1] ** 2 == outside[0] ** 2:
+    if 0 < active < len(strengths) and strengths[active - 1] == outside[0]:
         return 1.0
     return min(1.0, float(sum(np.sum(pair(inside, outside, noise_std, steps)) for inside in strengths[:active])))
 
@@ -218,10 +220,14 @@ def _in_noise(stronger: ArrayLike, weaker: ArrayLike, noise_std: float) -> tuple
 
 
 def _spread_and_gap(stronger: ArrayLike, weaker: ArrayLike, noise_std: float) -> tuple[Array, Array]:
-    """ν⁴ + ν²(G_p² + G_q²), a quarter of the variance of one step's a_p − a_q, and G_p² − G_q²."""
+    """ν⁴ + ν²(G_p² + G_q²), a quarter of the variance of one step's a_p − a_q, and G_p² − G_q², in units in which the largest of the
+    three is 1: bounds are made of the first over the second's square, which has no unit."""
     check_number("noise_std", noise_std, least=0)
-    p, q = np.square(np.asarray(stronger, dtype=np.float64)), np.square(np.asarray(weaker, dtype=np.float64))
-    return noise_std**4 + noise_std**2 * (p + q), p - q
+    p, q = np.abs(np.asarray(stronger, dtype=np.float64)), np.abs(np.asarray(weaker, dtype=np.float64))
+    unit = np.maximum(np.maximum(p, q), noise_std)
+    unit = np.where(unit > 0, unit, 1.0)
+    p, q, noise = p / unit, q / unit, noise_std / unit
+    return noise**4 + noise**2 * (p**2 + q**2), (p - q) * (p + q)
 
 
 def _bound_where(applies: Array | np.bool_ | NDArray[np.bool_], bound: Callable[[], Array]) -> Array:
@@ -341,8 +347,10 @@ def energy_capture(projected: ArrayLike, full: ArrayLike) -> float:
     kept, whole = np.asarray(projected, dtype=np.float64), np.asarray(full, dtype=np.float64)
     if kept.shape != whole.shape:
         raise Refusal(f"projected has shape {kept.shape} and full {whole.shape}; give both for the same steps")
-    if bool((kept < 0).any()) or bool((kept > whole * (1 + 1e-9)).any()):  # but for what rounding adds
-        raise Refusal("projected holds energies that are negative or larger than those of full; it is a part of them")
+    if not bool(((kept >= 0) & (kept <= whole * (1 + 1e-9))).all()):  # but for what rounding adds
+        raise Refusal(
+            "projected holds energies that are negative, larger than those of full or no numbers; it is a part of them"
+        )
     energy = float(whole.sum())
     return float(np.minimum(1.0, kept.sum() / energy)) if energy else 1.0
 

@@ -74,6 +74,10 @@ def test_all_passes_over_tables_without_the_dataset(tptopk, monkeypatch):
             "table diagnostics has no runs on mnist; give --only cifar10",
         ),
         (["figure-pipeline", "--quick", "--only", "fmnist"], "of no run on fmnist"),
+        (
+            ["all", "--render", "--results", "reslts"],
+            "there are no runs in reslts to write about; give --results FOLDER",
+        ),
         (["table-main", "--quick", "--device", "cudda"], "cannot use device 'cudda'"),
         (["table-main", "--quick", "--device", "cuda:99"], "cannot use device 'cuda:99'"),
         (["table-main", "--quick", "--results", __file__], "give --results FOLDER"),

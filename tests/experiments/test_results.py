@@ -57,7 +57,7 @@ def test_a_half_written_last_line_is_cut_off_and_run_again(tmp_path, cut, run, r
     kept = 2 if cut == 1 else 1  # without its end of line it is still whole
     assert len(read_results(path)) == kept
     run_each(RECIPES[:2], path, run)
-    assert ran == RECIPES[1:2]
+    assert ran == RECIPES[kept:2]
     assert path.read_text() == line(RECIPES[0]) + line(RECIPES[1])
 
 
@@ -79,6 +79,20 @@ def test_a_run_from_before_a_setting_existed_counts_as_run_with_its_default(tmp_
     assert old.pop("annealed") is False
     path.write_text(json.dumps({"recipe": old}) + "\n")
     assert pending([RECIPES[0], replace(RECIPES[0], annealed=True)], path) == [replace(RECIPES[0], annealed=True)]
+
+
+def test_blank_lines_are_nothing(tmp_path):
+    path = tmp_path / "main.jsonl"
+    path.write_text(line(RECIPES[0]) + "\n" + line(RECIPES[1]) + "\n\n")
+    assert len(read_results(path)) == 2
+
+
+def test_an_accuracy_that_is_none_is_refused(tmp_path):
+    path = tmp_path / "main.jsonl"
+    for wrong in (float("nan"), 1e9):
+        path.write_text(line(RECIPES[0], accuracy=97.5) + line(RECIPES[1], accuracy=wrong))
+        with pytest.raises(Refusal, match="the accuracy in line 2"):
+            read_results(path)
 
 
 @pytest.mark.parametrize("bad", ['{"recipe": {"seed"', "[1, 2]", '{"accuracy": 3}'])

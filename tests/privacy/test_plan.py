@@ -189,5 +189,5 @@ def test_the_active_coordinates_are_the_floor_of_the_share():
 
 
 def test_a_plan_that_leaves_no_coordinate_is_refused():
-    with pytest.raises(Refusal, match="0.001 leaves k = 0 of d = 999 coordinates; it must be at least 0.001"):
+    with pytest.raises(Refusal, match="0.001 leaves k = 0 of d = 999 coordinates; it must be at least 0.00101"):
         Plan(**{**PLAN, "active_ratio": 0.001}).active_coordinates(999)

@@ -128,6 +128,22 @@ def test_k_of_zero_is_refused_before_training(ratio):
         SupportPolicy(plan("tp-topk", ratio), EVERYTHING, np.random.default_rng)
 
 
+@pytest.mark.parametrize(
+    "method, options, message",
+    [
+        ("dp-sgd", {"score": "factored"}, "dp-sgd does not choose coordinates by a score; leave it out"),
+        ("tp-rand", {"score": "factored"}, "tp-rand does not choose"),
+        ("dp-sgd", {"schedule": "linear"}, "dp-sgd trains all coordinates; leave it out"),
+        ("non-private", {"schedule": lambda progress: 0.5}, "non-private trains all"),
+        ("dp-sgd", {"score": "factord"}, "did you mean 'factored'"),
+        ("dp-sgd", {"schedule": "linar"}, "did you mean 'linear'"),
+    ],
+)
+def test_what_a_method_does_not_use_is_refused(method, options, message):
+    with pytest.raises(Refusal, match=message):
+        walk(method, **options)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.5, float("nan")])
 def test_a_schedule_out_of_range_is_refused_before_training(value):
     with pytest.raises(Refusal, match="active ratio"):

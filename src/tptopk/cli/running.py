@@ -20,6 +20,7 @@ from tptopk.experiments.planted import audit_planted, audit_values, plant
 from tptopk.gradients.probe import refuse_unsuitable
 from tptopk.privacy.account import read_account
 from tptopk.privacy.ledger_record import read_ledger
+from tptopk.privacy.methods import method_named
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count
@@ -88,7 +89,13 @@ def compare(settings: Settings, methods: Sequence[str], seeds: int, plot: str | 
         check_figure(plot)
     runs: dict[str, list[Run]] = {}
     for name in methods:
-        chosen = replace(settings, method=name)
+        spec = method_named(name)
+        chosen = replace(
+            settings,
+            method=name,
+            score=settings.score if spec.ranking == "score" else "paper",
+            ratio_schedule=settings.ratio_schedule if spec.sparse else "constant",
+        )
         plan = calibrated(chosen)
         for seed in range(seeds):
             label = f"{name}, seed {seed} ({seed}/{seeds})"

@@ -17,6 +17,7 @@ from tptopk.data.digits import Pair
 from tptopk.privacy.refusal import Refusal
 
 BYTES = 0x08  # the idx code of unsigned bytes
+SIZE = (28, 28)
 LARGEST = 1 << 30  # a head that promises more is damaged
 
 
@@ -49,7 +50,7 @@ def _part(name: str, root: Path, part: str) -> Pair:
     images = read_idx(_found(name, root, f"{part}-images-idx3-ubyte"))
     labels = read_idx(_found(name, root, f"{part}-labels-idx1-ubyte"))
     folder, classes = root / BENCHMARKS[name].folder, BENCHMARKS[name].classes or 0
-    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+    if images.shape[1:] != SIZE or labels.ndim != 1 or len(images) != len(labels):
         raise Refusal(
             f"{folder}: the {part} images have shape {images.shape} and the labels {labels.shape}; expected [N, 28, 28] and [N]"
         )

@@ -18,7 +18,7 @@ import torch
 from tptopk.experiments.recipes import PAPER, TABLES, Recipe, completed
 from tptopk.experiments.reproduce import commit
 from tptopk.privacy.methods import method_named
-from tptopk.privacy.refusal import Refusal
+from tptopk.privacy.refusal import Refusal, check_number
 
 Lines = dict[str, Any] | list[dict[str, Any]]
 Run = Callable[[Recipe, str | None, str], Lines]  # (recipe, data folder, device) → a line, or several
@@ -45,6 +45,8 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     found = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines):
+        if not line.strip():
+            continue
         try:
             result = json.loads(line)
         except json.JSONDecodeError as error:
@@ -53,6 +55,8 @@ def read_results(path: Path) -> list[dict[str, Any]]:
             continue
         if not isinstance(result, dict) or not isinstance(result.get("recipe"), dict):
             raise Refusal(f"line {number + 1} of {path} is not a run: it has no recipe")
+        if isinstance(result.get("accuracy"), (int, float)):
+            check_number(f"the accuracy in line {number + 1} of {path}", result["accuracy"], least=0, most=100)
         found.append(result)
     return found
 
@@ -119,7 +123,11 @@ def _outcomes(
         min(processes, len(jobs)), multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads, source)
     )
     try:
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # an interrupt is this process's to act on: others keep it blocked
         running = {pool.submit(job.run, job.recipe, data_dir, device): job for job in jobs}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for ended in as_completed(running):
             yield running[ended], ended.result()
     except BrokenProcessPool as error:
@@ -134,8 +142,7 @@ def _outcomes(
 
 
 def _begin(threads: int, source: str | None) -> None:
-    """An interrupt is the first process's to act on; processors are shared out; the source is that of the first process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Processors are shared out; the source is that of the first process."""
     os.environ |= {"TPTOPK_COMMIT": source} if source else {}
     torch.set_num_threads(threads)
 
@@ -163,12 +170,19 @@ def _kinship(job: Job) -> tuple[Any, ...]:
 
 
 def _prepare(path: Path) -> None:
-    """Make the file's folder, and cut off a last line that was never finished."""
+    """Make the file's folder; end a last line that lacks its end, or cut it off if it was never finished."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refusal(
             f"cannot keep runs in {path.parent}: {error.strerror}; give --results FOLDER, one that can be written to"
         ) from error
-    if path.exists() and not (content := path.read_bytes()).endswith(b"\n"):
-        os.truncate(path, content.rfind(b"\n") + 1)
+    if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+        whole = content.rfind(b"\n") + 1
+        try:
+            json.loads(content[whole:])
+        except ValueError:
+            os.truncate(path, whole)
+        else:
+            with path.open("ab") as file:
+                file.write(b"\n")

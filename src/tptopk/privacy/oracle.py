@@ -19,6 +19,9 @@ class Oracle(Generic[T]):
 
     value: T
 
+    def __bool__(self) -> bool:
+        raise TypeError("an oracle is neither true nor false: it is there to be looked at, not to decide by")
+
     def __repr__(self) -> str:
         return f"Oracle({self.value!r}, not private)"
 

@@ -273,8 +273,10 @@ def active_of(ratio: float, total: int) -> int:
     """k = ⌊ρd⌋, exact for ratios such as .29 that binary fractions miss by a hair; k = 0 is refused."""
     k = math.floor(ratio * total + 1e-9)
     if k == 0:
+        digits = 2 - math.floor(math.log10(1 / total))
+        least = math.ceil(10**digits / total) / 10**digits  # three digits, rounded up
         raise Refusal(
-            f"an active ratio of {ratio:g} leaves k = 0 of d = {total} coordinates; it must be at least {1 / total:.3g}"
+            f"an active ratio of {ratio:g} leaves k = 0 of d = {total} coordinates; it must be at least {least:.3g}"
         )
     return k
 

@@ -119,7 +119,8 @@ def advice_table(main: Outcomes, ratio: Outcomes) -> str:
                 ]
             )  # fmt: skip
     if not rows:
-        return f"{NOT_RUN}."
+        short = bool(main.select(method="tp-topk", variant=PAPER))
+        return "Nothing: these warm-ups are too short for advice." if short else f"{NOT_RUN}."
     head = [
         "dataset",
         "ε",

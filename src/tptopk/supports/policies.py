@@ -60,6 +60,16 @@ class SupportPolicy:
         """`stream(n)` is the n-th data-independent random stream; all sizes are checked here, before any charge."""
         refuse_oracles({"plan": plan, "everything": everything, "score": score, "schedule": schedule})
         self._method, self._everything, self._stream = plan.spec, everything, stream
+        if score != "paper" and self._method.ranking != "score":
+            score_named(score)
+            raise Refusal(
+                f"score={score!r} ranks nothing: {plan.method} does not choose coordinates by a score; leave it out"
+            )
+        if schedule != "constant" and not self._method.sparse:
+            ratio_schedule(schedule, 1.0)
+            raise Refusal(
+                f"ratio_schedule={schedule!r} changes nothing: {plan.method} trains all coordinates; leave it out"
+            )
         self._rank = score_named(score)
         self._scores = CoordinateScores()
         self._support = everything
