@@ -18,6 +18,7 @@ from typer.main import get_command
 import tptopk
 from tptopk.cli import app, main
 from tptopk.cli.loading import COMMANDS, command_named
+from tptopk.report.reproduction import write
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
@@ -91,3 +92,9 @@ def test_the_api_page_names_everything_public():
 def test_every_page_is_in_the_index():
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert all(f"\n{page.stem}\n" in index for page in PAGES[:-1] if page.stem != "index")
+
+
+def test_the_committed_document_is_that_of_the_committed_runs(tmp_path):
+    write(ROOT / "results", tmp_path / "reproduction.md")
+    now, committed = ((folder / "reproduction.md").read_text(encoding="utf-8") for folder in (tmp_path, ROOT / "docs"))
+    assert now == committed, "write it anew: tptopk reproduce all --render"

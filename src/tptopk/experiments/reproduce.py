@@ -23,6 +23,7 @@ from tptopk.experiments.recipes import PAPER, Recipe
 from tptopk.models import networks
 from tptopk.privacy import accounting, second_opinion
 from tptopk.privacy.accounting import Segment
+from tptopk.privacy.description import now
 from tptopk.privacy.ledger import versions
 from tptopk.privacy.methods import method_named
 from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
@@ -66,13 +67,13 @@ def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:
         "active": run.support.size,
         "coordinates": run.support.total,
         "seconds": round(seconds, 2),
-        **provenance(r, run, device),
+        **provenance(r, run, device, made.digest),
     }
     return result
 
 
-def provenance(r: Recipe, run: Run, device: str) -> dict[str, Any]:
-    """What every line of results says of its run: what it cost by each accountant, its plan and recipe, and what it ran on."""
+def provenance(r: Recipe, run: Run, device: str, data: str) -> dict[str, Any]:
+    """What every line of results says of its run: what it cost by each accountant, its plan and recipe, and on what it ran when."""
     private = run.plan.spec.private
     return {
         "epsilon": run.epsilon if private else None,
@@ -83,6 +84,8 @@ def provenance(r: Recipe, run: Run, device: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu",
         "versions": versions(),
         "commit": commit(),
+        "data": data,
+        "ended": now(),
     }
 
 

@@ -81,7 +81,7 @@ def run_quality(r: Recipe, data_dir: str | None, device: str) -> list[dict[str, 
                 "composition": [asdict(layer) for layer in composition(support)],
                 "held_out_accuracy": measures(run.model, *kept)["accuracy"],
                 "seconds": seconds,
-                **provenance(replace(r, score=score), run, device),
+                **provenance(replace(r, score=score), run, device, made.digest),
             }
         )
     return rows

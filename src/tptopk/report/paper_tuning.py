@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from tptopk.experiments import recipes
-from tptopk.privacy.methods import method_named
 from tptopk.report.paper_tables import NAMES, NOT_RUN, table
 
 Cells = dict[tuple[str, float], list[dict[str, Any]]]  # (dataset, ε) → the trials
@@ -39,25 +38,28 @@ def _rate(recipe: Mapping[str, Any]) -> float:
 
 
 def _added_rate(cells: Cells) -> str:
-    """CIFAR-10 got a further learning rate after the others had been tried; how they had done by then."""
-    rates = sorted(
-        {_rate(trial["recipe"]) for (dataset, _), of in cells.items() for trial in of if dataset == "cifar10"}
-    )
-    if len(rates) < 3:
-        return ""
-    best: dict[tuple[float, str], tuple[float, float]] = {}  # ε, method → the best of the measured, and its rate
-    for (dataset, epsilon), of in cells.items():
-        for trial in of:
-            method, rate = trial["recipe"]["method"], _rate(trial["recipe"])
-            if dataset == "cifar10" and method_named(method).sparse and rate < rates[-1]:
-                best[epsilon, method] = max(
-                    best.get((epsilon, method), (-math.inf, 0.0)), (max(trial["measured"]), rate)
-                )
-    count = sum(rate == rates[-2] for _, rate in best.values())
-    return (
-        f"On CIFAR-10 the learning rate {rates[-1]:g} was added when {' and '.join(f'{rate:g}' for rate in rates[:-1])} had been tried: of these, {rates[-2]:g} was the best on "
-        f"held-out records in {count} of {len(best)} cells of the sparse methods. Some runs of the tables had been finished by then; where the choice changed, they were run again."
-    )
+    """CIFAR-10 got further learning rates after the others had been tried; how those had done by then."""
+    trials = [(epsilon, trial) for (dataset, epsilon), of in cells.items() for trial in of if dataset == "cifar10"]
+    rates = list(dict.fromkeys(_rate(trial["recipe"]) for _, trial in trials))  # in the order of the file
+    words = []
+    for n in range(2, len(rates)):
+        before, rate = sorted(rates[:n]), rates[n]
+        edge = before[-1] if rate > before[-1] else before[0]
+        best: dict[tuple[float, str], tuple[float, float]] = {}  # ε, method → the best of the measured, and its rate
+        for epsilon, trial in trials:
+            cell, tried = (epsilon, trial["recipe"]["method"]), _rate(trial["recipe"])
+            if tried in before:
+                best[cell] = max(best.get(cell, (-math.inf, 0.0)), (max(trial["measured"]), tried))
+        won = Counter(method for (_, method), (_, tried) in best.items() if tried == edge)
+        words.append(
+            f"On CIFAR-10 the learning rate {rate:g} was added when {', '.join(f'{r:g}' for r in before[:-1])} and {before[-1]:g} had been tried: of these, {edge:g} was the "
+            f"best on held-out records in {won.total()} of {len(best)} cells ({', '.join(f'{method} {count}' for method, count in won.items())})."
+        )
+    if words:
+        words.append(
+            "Some runs of the tables had been finished by then; where the choice changed, they were run again."
+        )
+    return " ".join(words)
 
 
 def _tried(cells: Cells) -> str:
