@@ -88,6 +88,15 @@ def test_what_a_person_got_wrong_is_one_line(tptopk, words, message):
     assert status == 2 and not out and message in error and "Traceback" not in error
 
 
+def test_an_interrupt_says_that_finished_runs_are_kept(tptopk, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(results, "run_all", interrupted)
+    status, out, error = tptopk("reproduce", "table-main", "--quick", "--only", "mnist")
+    assert status == 130 and not out and error.endswith("finished runs are kept: type the same again to go on\n")
+
+
 def test_a_run_keeps_what_advice_its_warm_up_would_have_given(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce.Plan, "calibrate", partial(reproduce.Plan.calibrate, accountant="rdp"))  # faster
     reproduce._calibrated.cache_clear()

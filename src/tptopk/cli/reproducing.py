@@ -70,7 +70,11 @@ def reproduce_(
             if not wanted["main"]:
                 raise Refusal(f"figure-pipeline is of no run on {only}; leave --only out")
         jobs = [results.Job(folder / f"{name}.jsonl", r, _run_of(name)) for name in wanted for r in wanted[name]]
-        results.run_all(jobs, data_dir, device, _progress(jobs), processes)
+        try:
+            results.run_all(jobs, data_dir, device, _progress(jobs), processes)
+        except KeyboardInterrupt:
+            print("interrupted; finished runs are kept: type the same again to go on", file=sys.stderr)
+            raise typer.Exit(130) from None
     complaints = list(write(folder, path, quick=quick))
     for complaint in complaints:
         print(f"warning: {complaint}", file=sys.stderr)
