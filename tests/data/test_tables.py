@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tptopk.data import findings, read_schema, read_table
 from tptopk.data.tables import (
+    beyond_bounds,
     header_of,
     read_table_inputs,
     read_unit,
@@ -160,6 +161,16 @@ def test_constant_and_missing_columns_are_accepted_and_found(table):
         "1 record has an unseen category or none in column 'sex'",
     ]
     assert schema.inputs_in_words() == "7 inputs = 2 numbers × 2 + sex 3; 2 classes"
+
+
+def test_numbers_outside_their_bounds_are_clipped_and_found(table):
+    schema = schema_of(**WORDS)
+    path = table(HEAD + "1,-1e400,1,f,no\n2,60,NA,f,yes\n3,121,1,m,yes\n")
+    (low, high), inputs = schema.numeric["age"], read_with(path, schema)[0]
+    assert (low, high) == (0, 120) and inputs[:, 0].tolist() == [-1, 0, 1]
+    assert beyond_bounds(path, schema) == [
+        "2 records have a number outside [0, 120] in column 'age', which counts as the nearest bound"
+    ]
 
 
 def test_inputs_alone_need_no_labels(table):

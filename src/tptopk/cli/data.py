@@ -65,7 +65,7 @@ def check(
         print(
             f"{name}: {len(pair[1])} records, inputs {tuple(pair[0].shape[1:])} {pair[0].dtype}, targets {pair[1].dtype}{labels}"
         )
-        lines = (source_findings(source) if name == "training" else []) + findings(pair, classes, columns)
+        lines = (source_findings(source, columns) if name == "training" else []) + findings(pair, classes, columns)
         found |= bool(lines)
         for line in lines or ["nothing to report"]:
             print(f"  {line}")

@@ -96,8 +96,10 @@ def read_source_inputs(
     return (training if test is None else test)[0]
 
 
-def source_findings(source: str) -> list[str]:
-    """What is strange of the source itself, beside its records."""
+def source_findings(source: str, schema: tables.Schema | None = None) -> list[str]:
+    """What is strange of the source itself, beside the inputs that its records become."""
+    if schema is not None:
+        return tables.beyond_bounds(source, schema)
     return images.folder_findings(source) if _kind(source, None, None, "RGB") == "folder" else []
 
 

@@ -258,6 +258,19 @@ def unit_findings(ids: Sequence[str], schema: Schema) -> str:
     return f"{len(counts)} {schema.unit_word}s, {more} of them with more than {schema.most_rows} records (the first {schema.most_rows} take part)"
 
 
+def beyond_bounds(path: str | Path, schema: Schema) -> list[str]:
+    """How many numbers lie outside the bounds that were declared for them. Not private: an operator's own look."""
+    columns, found = text_columns(path, list(schema.numeric)), []
+    for name, (low, high) in schema.numeric.items():
+        values = _numbers(columns[name], name, path)
+        if beyond := int(((values < low) | (values > high)).sum()):
+            whose = "1 record has" if beyond == 1 else f"{beyond} records have"
+            found.append(
+                f"{whose} a number outside [{low:g}, {high:g}] in column {name!r}, which counts as the nearest bound"
+            )
+    return found
+
+
 def header_of(path: str | Path) -> list[str]:
     """The names of all columns."""
     path = existing(path)
