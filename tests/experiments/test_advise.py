@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from tptopk import Plan, fit
 from tptopk.cli import main
 from tptopk.privacy.accounting import round_up
+from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.advice import advise
@@ -173,6 +175,31 @@ def test_a_warm_up_for_advice_that_was_interrupted_is_gone_on_with_and_read(tmp_
     values = json.loads(shown)
     assert code == 0 and 8 <= values["warmup_steps"] < 12 and values["steps"] == 18
     assert verify(tmp_path / "runs" / "advise-1").holds
+
+
+def test_a_warm_up_that_is_not_of_the_run_is_refused():
+    plan = Plan.calibrate(
+        "dp-sgd", epsilon=3.0, delta=1e-5, batch_size=200, dataset_size=2000, steps=16, accountant="rdp"
+    )
+    used = WarmUp(plan)
+    used.add(PrivateGradient({"w": torch.zeros(3)}, plan.noise_std(plan.phases[0]), 0, 0))
+    two = replace(plan, method="tp-topk", phases=(plan.phases[0], plan.phases[0]), target_epsilon=None)
+    for warmup, by, message in (
+        (used, plan, "1 steps already"),
+        (WarmUp(replace(plan, dataset_size=4000)), plan, "begins otherwise"),
+        (WarmUp(two), two, "a plan of one phase"),
+        ("warm", plan, "is a str"),
+    ):
+        model = nn.Linear(300, 2)
+        with pytest.raises(Refusal, match=message):
+            fit(
+                model,
+                records(2000, 0, 1.0),
+                by,
+                torch.optim.SGD(model.parameters(), lr=0.1),
+                loss=F.cross_entropy,
+                warmup=warmup,
+            )
 
 
 def test_what_advise_refuses_it_refuses_before_anything_is_charged(tmp_path, monkeypatch, capsys):

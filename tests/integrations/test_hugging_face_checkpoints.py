@@ -64,6 +64,20 @@ def test_a_loss_that_the_first_attempt_showed_is_in_the_statement_of_the_second(
     assert facts.training_loss and facts.generator == "philox"
 
 
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")  # of steps that the budget does not pay
+def test_a_run_is_resumed_again_and_again_after_its_warm_up(tmp_path):
+    saving, going_on = {**SAVING, "save_steps": 1, "max_steps": 12}, None
+    for at in (6, 8, 10):
+        with pytest.raises(KeyboardInterrupt):
+            private(tmp_path, method="tp-topk", args=saving, callbacks=[Crash(at)]).train(
+                resume_from_checkpoint=going_on
+            )
+        going_on = True
+    last = private(tmp_path, method="tp-topk", args=saving)
+    last.train(resume_from_checkpoint=True)
+    assert last.run.status == "finished" and last.run.facts.attempts == 4 and verify(tmp_path / "privacy").holds
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "at"), [("tp-topk", 2), ("tp-topk", 6), ("on-topk", 6)])
 def test_a_resumed_run_is_the_uninterrupted_one_if_randomness_is(method, at, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.supports.advice import RATIOS, advise
+from tptopk.supports.energy import Grown, Interval, Variance, share_kept_by_all
 from tptopk.supports.scores import SCORES
 from tptopk.supports.selection import top_k
 from tptopk.supports.warmup import PARTS, WarmUp
@@ -119,6 +120,17 @@ def test_the_ranking_that_training_uses_keeps_what_the_range_says(active, value,
     assert all(kept[cell] >= 33 for cell in kept) and len(kept) == 4, (
         kept
     )  # below that by chance less than once in 1,000 runs
+
+
+def test_the_upper_end_is_raised_by_twice_the_growth_and_its_error():
+    kept, certain, rough = Interval(0.5, 0.4, 0.6), Variance(0.0, 0.0, 0.0), Variance(0.01, 0.0, 0.0)
+    grown = Grown(0.05 * 3.0, 25.0)
+    assert share_kept_by_all(kept, grown, 3.0, 10, 100, certain, 2.0) == (0.5, 0.4, pytest.approx(0.7))
+    more = share_kept_by_all(kept, grown, 3.0, 10, 100, rough, 0.3)  # a deviation of √(.01 · 25) = .5
+    assert more.high == pytest.approx(0.6 + 2 * (0.15 + 0.3 * 0.5) / 3.0)
+    assert share_kept_by_all(kept, grown, 3.0, 10, 100, rough, 20.0).high == 1
+    assert share_kept_by_all(kept, Grown(-0.1, 25.0), 3.0, 10, 100, certain, 2.0) == kept
+    assert share_kept_by_all(kept, grown, 3.0, 100, 100, rough, 2.0) == kept
 
 
 def test_noise_alone_is_never_a_reason_to_restrict():

@@ -180,6 +180,17 @@ def test_a_resumed_run_goes_on_where_it_stood(tmp_path, monkeypatch):
     assert resumed.facts.attempts == 2 and verify(tmp_path / "broken").holds
 
 
+@pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
+def test_a_run_is_resumed_again_and_again(tmp_path):
+    """Also after its warm-up, when a checkpoint has nothing of that: its file has."""
+    stopped(tmp_path / "run", 7)
+    before = (tmp_path / "run" / "warmup.safetensors").read_bytes()
+    for stop in (9, 10):
+        stopped(tmp_path / "run", stop, resume=True)
+    assert run(tmp_path / "run", resume=True).status == "finished" and verify(tmp_path / "run").holds
+    assert (tmp_path / "run" / "warmup.safetensors").read_bytes() == before
+
+
 def test_what_was_lost_stays_charged_and_is_said(tmp_path):
     stopped(tmp_path / "run", 5)
     with pytest.warns(PrivacyWarning, match="were dropped"):

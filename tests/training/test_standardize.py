@@ -36,8 +36,9 @@ def data():
 def plan(layer, sigma=0.01, **options):
     given = {"epsilon": 3.0, "delta": 1e-5, "batch_size": 50, "dataset_size": RECORDS, "steps": 4, "accountant": "rdp"}
     queries = layer.queries(sigma) if sigma else ()
+    method = options.pop("method", "dp-sgd")
     return Plan.calibrate(
-        "dp-sgd", queries=queries, **{**given, "epsilon": 1e6 if sigma and sigma < 1 else 3.0, **options}
+        method, queries=queries, **{**given, "epsilon": 1e6 if sigma and sigma < 1 else 3.0, **options}
     )
 
 
@@ -128,9 +129,12 @@ def interrupted(layer, numbers, folder, **options):
 
 
 @pytest.mark.filterwarnings("ignore::tptopk.privacy.plan.PrivacyWarning")
-def test_a_resumed_run_keeps_the_statistics_that_were_released(tmp_path):
+@pytest.mark.parametrize(
+    "options", [{}, {"method": "tp-topk", "steps": 20}]
+)  # their checkpoint is from before a warm-up
+def test_a_resumed_run_keeps_the_statistics_that_were_released(tmp_path, options):
     layer = Standardize(torch.ones(3))
-    numbers = plan(layer, 40.0)
+    numbers = plan(layer, 40.0, **options)
     interrupted(layer, numbers, tmp_path / "run", checkpoint_every=100)
     again = Standardize(torch.ones(3))
     run = fitted(again, numbers, out=tmp_path / "run", resume=True)

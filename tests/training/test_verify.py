@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import time
+from contextlib import contextmanager
 
 import pytest
 from torch import nn
@@ -13,8 +14,10 @@ from torch import nn
 import tptopk
 from tests.training.test_resume import in_a_child, run
 from tptopk.privacy import ledger as ledger_module
+from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.refusal import Refusal
+from tptopk.training.lines import missing_lines
 from tptopk.training.run import RunFolder
 from tptopk.training.verify import verify
 
@@ -77,6 +80,17 @@ def test_a_ledger_whose_end_was_cut_off_is_found(tmp_path, told):
     if told:
         with pytest.raises(Refusal, match="lines are missing"):
             tptopk.load(folder, nn.Linear(6, 3))
+
+
+@contextmanager
+def resumed_ledger(path):
+    record = read_ledger(path)
+    taken = dict.fromkeys(record.charged, 0)
+    ledger = Ledger.resume(path, taken, 1, record.lines[0]["hash"])
+    try:
+        yield ledger
+    finally:
+        ledger.release()
 
 
 def stopping_at(step):
@@ -159,19 +173,76 @@ def test_an_honest_run_that_was_resumed_and_killed_is_within_its_budget(tmp_path
     assert found.holds and "so far" in next(words for what, _, words in found.checks if what == "budget")
 
 
-def test_an_interrupt_after_the_closing_line_leaves_a_folder_that_holds(tmp_path, monkeypatch):
-    folder, honest, calls = tmp_path / "run", RunFolder._write, []
-
-    def slow(self, name, values):
-        calls.append(name)
-        if calls.count("run.json") == 2 and name == "run.json":
-            raise KeyboardInterrupt
-        honest(self, name, values)
-
-    monkeypatch.setattr(RunFolder, "_write", slow)
-    with pytest.raises(KeyboardInterrupt):
-        run(folder)
+@pytest.mark.parametrize("kept", [(), ("statement.md",)])
+def test_a_finished_run_that_was_killed_before_it_said_so_says_so_when_it_is_resumed(tmp_path, kept):
+    folder = tmp_path / "run"
+    done = run(folder)
+    told, config = (folder / "run.json").read_text(), json.loads((folder / "run.json").read_text())["config"]
+    running = {"format": 1, "status": "running", "method": done.plan.method, "config": config}
+    (folder / "run.json").write_text(json.dumps(running))  # as it is until then
+    if "statement.md" not in kept:
+        (folder / "statement.md").unlink()
+    assert not verify(folder).holds
+    with pytest.raises(Refusal, match="is finished"):
+        run(folder, resume=True)
     assert verify(folder).holds
+    again = tptopk.load(folder, nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)))
+    assert again.status == "finished" and again.epsilon == done.epsilon and again.support == done.support
+    (folder / "run.json").write_text(told)
+    before = told
+    with pytest.raises(Refusal, match="is finished"):
+        run(folder, resume=True)
+    assert (folder / "run.json").read_text() == before, "what is there is left alone"
+
+
+@pytest.mark.parametrize("cut", [1, 2])  # the checkpoint stands one line before the end
+def test_a_killed_runs_lost_lines_show_in_its_metrics_and_its_checkpoint(tmp_path, cut):
+    """A step's metrics are written after its charge, and a checkpoint names the line at which it stood."""
+    folder = tmp_path / "run"
+
+    def kill(record):
+        if record.step == 7:
+            os._exit(9)
+
+    assert in_a_child(lambda: run(folder, on_step=kill)) == 9
+    assert verify(folder).holds
+    lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
+    (folder / "ledger.jsonl").write_text("".join(lines[:-cut]))
+    if cut == 1:  # as if the metrics of that step had not been written yet
+        assert [what for what, ok, _ in verify(folder).checks if ok is False] == ["files"]
+        metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (folder / "metrics.jsonl").write_text("".join(metrics[:-1]))
+        assert verify(folder).holds, "nothing knows of it"
+        return
+    for metrics in (True, False):
+        if not metrics:
+            (folder / "metrics.jsonl").unlink()
+        found = [what for what, ok, _ in verify(folder).checks if ok is False]
+        assert found == ["checkpoint", "files"][: 1 + metrics]
+        with pytest.raises(Refusal, match="lines are missing" if metrics else "does not hold the line"):
+            run(folder, resume=True)
+
+
+def test_a_ledger_that_ends_otherwise_than_run_json_says_has_lost_lines(tmp_path):
+    """Cut back to the closing line of an earlier attempt; or to its charges, with nothing closed at all."""
+    folder = tmp_path / "run"
+    interrupted(folder, 5)
+    status = json.loads((folder / "run.json").read_text())
+    (folder / "model.safetensors").unlink()
+    ledger = folder / "ledger.jsonl"
+    whole = ledger.read_text().splitlines(keepends=True)
+    (folder / "run.json").write_text(json.dumps({**status, "status": "finished"}))
+    assert "said after the closing line" in str(missing_lines(folder, read_ledger(ledger)))
+    (folder / "run.json").write_text(json.dumps(status))
+    assert missing_lines(folder, read_ledger(ledger)) is None
+    with resumed_ledger(ledger) as resumed:
+        assert missing_lines(folder, read_ledger(ledger)) is None, (
+            "an attempt's first line comes before run.json is marked"
+        )
+        resumed.charge(*resumed.next_step, 10)
+        assert "said after the closing line" in str(missing_lines(folder, read_ledger(ledger)))
+    ledger.write_text("".join(whole[:-1]))
+    assert "said after the closing line" in str(missing_lines(folder, read_ledger(ledger)))
 
 
 def test_a_loaded_runs_caveats_are_its_ledgers(tmp_path):

@@ -41,7 +41,7 @@ from tptopk.supports.warmup import WarmUp
 from tptopk.training.begun import config_of, how_to_resume, refuse_finished, run_folder
 from tptopk.training.checkpoint import write_durably
 from tptopk.training.distributed import Team, launched
-from tptopk.training.run import Run, refuse_taken
+from tptopk.training.run import Run, describe_anew, refuse_taken
 from tptopk.training.trainer import fit
 
 PATIENCE = 3.0  # seconds of calibration until it is said why nothing happens
@@ -130,6 +130,7 @@ def show_plan(settings: Settings, coordinates: int | None, json_: bool) -> None:
 def _settings_of(path: str, given: Settings) -> tuple[Settings, Plan]:
     """A run's own settings and plan; only what changes neither its numbers nor its network may be given anew."""
     folder = run_folder(path)
+    describe_anew(folder)
     record = read_ledger(folder / "ledger.jsonl")
     refuse_finished(folder, record.end)
     config = config_of(folder)

@@ -143,7 +143,7 @@ def _fetch_archive(benchmark: Benchmark, root: Path, mirror: str | None, on_prog
         archive = download(benchmark.files[0], aside, mirror=mirror, on_progress=on_progress)
         try:
             _unpack(archive, aside, benchmark.folder)
-        except (tarfile.TarError, EOFError) as error:
+        except (tarfile.TarError, EOFError, OSError) as error:
             raise Refusal(f"{benchmark.files[0].url} cannot be unpacked: {error}; nothing was kept") from error
         for name in benchmark.unpacked:
             if not (aside / benchmark.folder / name).is_file():

@@ -79,16 +79,19 @@ def energies(warmup: WarmUp, counts: Sequence[int]) -> Energies:
     grown = {score: [Grown(0.0, 0.0)] * len(counts) for score in SCORES}
     ranked = dict.fromkeys(SCORES, 0.0)
     whole = 0.0
+    alone = {
+        score: [_ranks(_order(rank(warmup.scores([part])))) for part in range(PARTS)] for score, rank in SCORES.items()
+    }
     for pair in folds:
         product = (means[pair[0]] * means[pair[1]]).double() / len(folds)
         whole += float(product.sum())
         judged = _flat(warmup.scores(pair)).double() / len(folds)
         rankers = [part for part in range(PARTS) if part not in pair]
-        raw, alone = warmup.scores(rankers), [warmup.scores([part]) for part in rankers]
+        raw = warmup.scores(rankers)
         for score, rank in SCORES.items():
             order = _order(rank(raw))
             running, sampled = product[order].cumsum(0), judged[order].cumsum(0)
-            ranks = [_ranks(order), *(_ranks(_order(rank(of_part))) for of_part in alone)]
+            ranks = [_ranks(order), *(alone[score][part] for part in rankers)]
             for place, k in enumerate(counts):
                 kept[score][place] += float(running[k - 1])
                 scored[score][place] += float(sampled[k - 1])
@@ -108,7 +111,7 @@ def _order(scores: dict[str, Tensor]) -> Tensor:
 
 
 def _ranks(order: Tensor) -> Tensor:
-    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+    return torch.empty(len(order), dtype=torch.int32).index_copy_(0, order, torch.arange(len(order), dtype=torch.int32))
 
 
 def _flat(values: dict[str, Tensor]) -> Tensor:

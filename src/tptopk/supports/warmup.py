@@ -101,8 +101,14 @@ class WarmUp:
             found |= {f"squares/{part}/{name}": value for name, value in self._squares[part].items()}
         return found
 
+    def unfinished(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold of it: nothing before its first step, and nothing once it is whole and in its file."""
+        return self.state() if self.steps and not self.complete else {}
+
     def restore(self, state: Mapping[str, Tensor], names: Iterable[str] | None = None) -> None:
         """Go on from where `state` was taken, with the coordinates in the order of `names`."""
+        if not sum(state["counts"].tolist()):
+            return  # nothing was taken in by then
         self.counts, self.along = state["counts"].tolist(), state["along"].tolist()
         names = [key[len("sums/0/") :] for key in state if key.startswith("sums/0/")] if names is None else list(names)
         self._sums = [{name: state[f"sums/{part}/{name}"] for name in names} for part in range(PARTS)]

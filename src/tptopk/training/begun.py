@@ -1,14 +1,11 @@
-"""A run that was begun: whether a folder holds one, whether it is finished or has lost lines, and what to type to go on with it."""
+"""A run that was begun: whether a folder holds one, whether it is finished, and what to type to go on with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from tptopk.privacy.refusal import Refusal
 
@@ -42,32 +39,6 @@ def summary_in(folder: str | Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def ledger_named_by(weights: Path) -> str:
-    """How many lines the ledger had when the weights were saved, and the last one's hash; nothing without weights."""
-    try:
-        with safe_open(str(weights), "pt") as file:
-            return str((file.metadata() or {}).get("tptopk.ledger", ""))
-    except (OSError, SafetensorError):
-        return ""
-
-
-def cut_off(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """In words, how it shows that a run's ledger has lost lines at its end: what the run left knows of more than are there.
-
-    `run.json` is marked as running after an attempt's first line, and as anything else after a closing line.
-    """
-    status, closed = summary_in(folder).get("status", "running"), [n for n, v in enumerate(lines) if v["kind"] == "end"]
-    if status != "running":
-        since = [line["kind"] for line in lines[closed[-1] + 1 :]] if closed else ["everything"]
-        if not closed or lines[closed[-1]]["status"] != status or any(kind != "attempt" for kind in since):
-            return f"run.json says that the run is {status}, which is said after the closing line: lines are missing"
-    number, _, head = ledger_named_by(folder / "model.safetensors").partition(" ")
-    known = number.isdigit() and 0 < int(number) <= len(lines) and lines[int(number) - 1]["hash"] == head
-    if number and not known:
-        return "model.safetensors names a line that the ledger does not have: lines are missing"
-    return None
 
 
 def begun_with(folder: str | Path) -> dict[str, Any]:

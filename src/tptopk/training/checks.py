@@ -17,6 +17,7 @@ from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.supports.selection import top_k
 from tptopk.supports.support import Shifting, Support, trainable
+from tptopk.supports.warmup import WarmUp
 from tptopk.training.evaluation import StrangeLabels, evaluate, refuse_strange_labels
 from tptopk.training.sampling import Collate, Records
 
@@ -127,3 +128,15 @@ def largest_batch(
         for support in supports
     ]
     return min(bound.largest_batch(limit) for bound in bounds)
+
+
+def check_warmup(warmup: WarmUp, plan: Plan) -> None:
+    """Refuse a `WarmUp` that is not the empty one of a plan that begins with all of this one."""
+    if not isinstance(warmup, WarmUp):
+        raise Refusal(f"warmup is a {type(warmup).__name__}; give an empty tptopk.supports.warmup.WarmUp")
+    if len(plan.phases) > 1:
+        raise Refusal(f"warmup= is for a plan of one phase; this one of {plan.method} has {len(plan.phases)}")
+    if warmup.steps:
+        raise Refusal(f"warmup has taken in {warmup.steps} steps already; give an empty one")
+    if (warmup.plan.phases[0], warmup.plan.dataset_size) != (plan.phases[0], plan.dataset_size):
+        raise Refusal("warmup is of a plan that begins otherwise than this one")

@@ -32,7 +32,7 @@ from tptopk.privacy.statement import Facts, statement
 from tptopk.supports.support import Support
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.begun import how_to_resume, run_folder, what_instead
+from tptopk.training.begun import begun_with, how_to_resume, run_folder, summary_in, what_instead
 from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_durably
 from tptopk.training.facts import facts_in
 from tptopk.training.metrics import JsonLines
@@ -200,20 +200,55 @@ class RunFolder:
         if ledger.ended is None:
             return  # its file could not be written: the folder stays as a crash leaves it
         run.facts = replace(run.facts, ended=ledger.ended)
-        try:
-            self.describe(run)
-        except KeyboardInterrupt:
-            self.describe(run)  # closed without its description it could neither be verified nor resumed
-            raise
+        self.describe(run)
         if run.status == "finished":
             remove_checkpoints(self.path)
 
     def describe(self, run: Run) -> None:
-        write_durably(self.path / "statement.md", run.statement().encode() + b"\n")
-        self._write("run.json", run.summary())
+        _describe(run, self.path)
 
     def _write(self, name: str, values: Mapping[str, Any]) -> None:
-        write_durably(self.path / name, json.dumps(values, indent=2).encode() + b"\n")
+        _write_json(self.path / name, values)
+
+
+def _describe(run: Run, folder: Path) -> None:
+    write_durably(folder / "statement.md", run.statement().encode() + b"\n")
+    _write_json(folder / "run.json", run.summary())
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    write_durably(path, json.dumps(values, indent=2).encode() + b"\n")
+
+
+def describe_anew(folder: Path) -> None:
+    """Write the statement and run.json of a run that was ended between its closing line and these, from its ledger.
+
+    What only that process knew, seconds and a test's outcome, is not in them.
+    """
+    record, summary = read_ledger(folder / "ledger.jsonl"), summary_in(folder)
+    if record.end is None or record.end["status"] != "finished" or summary.get("status") != "running":
+        return
+    facts, support = facts_in(folder, record), Support.load(folder / "support.safetensors")
+    epsilon = math.inf if facts.epsilon is None else facts.epsilon
+    config = begun_with(folder)
+    _describe(
+        Run(
+            nn.Identity(),
+            record.plan,
+            epsilon,
+            support,
+            [],
+            {},
+            facts,
+            "finished",
+            0.0,
+            "not on record",
+            folder,
+            config,
+        ),
+        folder,
+    )
+    remove_checkpoints(folder)
 
 
 def schema_in(path: str | Path) -> dict[str, Any] | None:

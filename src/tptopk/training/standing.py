@@ -20,9 +20,10 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.supports.policies import SupportPolicy
 from tptopk.supports.support import trainable
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.begun import cut_off, refuse_finished
+from tptopk.training.begun import refuse_finished
 from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from tptopk.training.run import load_weights
+from tptopk.training.lines import missing_lines
+from tptopk.training.run import describe_anew, load_weights
 from tptopk.training.updates import WeightAverage, optimizer_state, restore_optimizer
 
 
@@ -49,7 +50,7 @@ class Standing:
             "optimizer": state,
             "average": average,
             "policy": self._policy.state(),
-            "warmup": self._warmup.state() if self._warmup and not self._warmup.complete else {},  # else in its file
+            "warmup": self._warmup.unfinished() if self._warmup else {},
         }
         save_checkpoint(
             folder,
@@ -138,13 +139,14 @@ def refuse_another_run(folder: Path, plan: Plan) -> LedgerRecord:
     """The ledger of an unfinished run by this plan; a folder that holds another is refused."""
     if not (folder / "ledger.jsonl").exists():
         raise Refusal(f"{folder} holds no run to resume")
+    describe_anew(folder)
     record = read_ledger(folder / "ledger.jsonl")
     refuse_finished(folder, record.end)
     if record.plan != plan:
         raise Refusal(f"{folder} holds a run of another plan; a run is resumed with the plan it was begun with")
     if record.problems:
         raise Refusal(f"{folder} holds charges that are not its plan's: {record.problems[0]}")
-    if lost := cut_off(folder, record.lines):
+    if lost := missing_lines(folder, record):
         raise Refusal(f"the ledger of {folder} cannot be gone on with: {lost}")
     return record
 

@@ -27,7 +27,14 @@ from tptopk.supports.policies import RatioSchedule, SupportPolicy
 from tptopk.supports.support import Support
 from tptopk.supports.warmup import WarmUp
 from tptopk.training.annealing import Annealer, Annealing, check_annealing
-from tptopk.training.checks import check_length, check_rates, check_seed, check_test_set, settle_device
+from tptopk.training.checks import (
+    check_length,
+    check_rates,
+    check_seed,
+    check_test_set,
+    check_warmup,
+    settle_device,
+)
 from tptopk.training.distributed import Team
 from tptopk.training.evaluation import evaluate
 from tptopk.training.facts import facts_of_ledger
@@ -119,7 +126,8 @@ def fit(
     `on_step`: a function, called after every step with its `StepRecord`; or `tptopk.training.metrics.Metrics`, an object whose
     `step(record)` and `end(run)` are called, such as `JsonLines(path)`. `on_private_gradient`: given every private gradient before
     the model moves by it; what is made of it without looking at the data again costs nothing. `warmup`: takes in the first
-    phase and is kept in the folder, for advice on a plan that begins as this one does; a plan with a warm-up keeps one unasked.
+    phase of a plan that has no other, and is kept in the folder, for advice on a plan that begins so; a plan with a warm-up keeps
+    one unasked.
     `config` and `schema`: plain values to keep in the folder: settings, and what you declared of a table's columns. `resume` refuses
     another schema. They are public: nothing computed from the records belongs in them.
 
@@ -171,10 +179,11 @@ def fit(
     # which coordinates are drawn at random depends on no data and need not be secret
     public = Streams(run="", seed=shared)
     policy = SupportPolicy(plan, Support.full(model), lambda n: public.numpy("support", n), score, ratio_schedule)
-    if warmup is not None and (warmup.steps or warmup.plan.phases[0] != plan.phases[0]):
-        raise Refusal("warmup has steps already, or is of a plan that begins otherwise than this one")
     asked = warmup is not None
-    warmup = WarmUp(plan) if warmup is None and out is not None and plan.spec.warmup else warmup
+    if warmup is not None:
+        check_warmup(warmup, plan)
+    elif out is not None and plan.spec.warmup:
+        warmup = WarmUp(plan)
     standing = Standing(model, optimizer, scheduler, average, policy, warmup)
     folder = None
     with team.together():

@@ -16,9 +16,10 @@ from tptopk.privacy.refusal import Refusal
 from tptopk.privacy.statement import Facts, charged_segments, statement
 from tptopk.supports.warmup import FILE as WARMUP
 from tptopk.supports.warmup import WarmUp
-from tptopk.training.begun import cut_off, how_to_resume, ledger_named_by, run_folder, summary_in
+from tptopk.training.begun import how_to_resume, run_folder, summary_in
 from tptopk.training.checkpoint import load_checkpoint, sha256_of
 from tptopk.training.facts import facts_in, facts_in_run_json
+from tptopk.training.lines import holds_line, ledger_named_by, missing_lines
 from tptopk.training.run import SCHEMA
 
 AGREEMENT = 0.02  # relative; two right accountants differ by less
@@ -92,10 +93,9 @@ def _facts(record: LedgerRecord, folder: Path, verdict: Verdict) -> Facts:
     try:
         found = load_checkpoint(folder)
         taken = {int(phase): int(count) for phase, count in found.values["taken"].items()} if found else {}
-        if any(count > record.charged[phase] for phase, count in taken.items()):
-            verdict.add(
-                "checkpoint", False, "it holds more steps than the ledger charged: lines of the ledger are missing"
-            )
+        known = found is None or holds_line(record, found.values["length"], found.values["head"])
+        if not known or any(count > record.charged[phase] for phase, count in taken.items()):
+            verdict.add("checkpoint", False, "it knows of more than the ledger holds: lines of the ledger are missing")
     except (Refusal, KeyError, ValueError, TypeError, AttributeError) as error:
         verdict.add("checkpoint", False, str(error))
     return facts
@@ -180,7 +180,7 @@ def _check_plan(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
 
 def _check_files(record: LedgerRecord, folder: Path, verdict: Verdict) -> None:
     if record.end is None:
-        lost = cut_off(folder, record.lines)
+        lost = missing_lines(folder, record)
         verdict.add(
             "files", False if lost else None, lost or "no closing line names the model and the support: not checked"
         )

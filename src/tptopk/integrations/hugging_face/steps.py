@@ -111,9 +111,7 @@ class TrainerSteps:
     def save(self, checkpoint: Path) -> None:
         """Beside the model and the optimizer that Trainer saves: charges, support and scores. No secret is in it."""
         assert self.ledger is not None
-        parts = {"policy": self.policy.state()}
-        if self._warmup is not None and not self._warmup.complete:
-            parts["warmup"] = self._warmup.state()
+        parts = {"policy": self.policy.state(), "warmup": self._warmup.unfinished() if self._warmup else {}}
         folder = checkpoint / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         save_checkpoint(folder, parts, ledger_place(self.ledger))
