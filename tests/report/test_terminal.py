@@ -93,7 +93,8 @@ def test_an_open_run_is_not_said_to_hold(tmp_path):
     lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
     (folder / "ledger.jsonl").write_text("".join(lines[:20]))
     (folder / "run.json").write_text('{"format": 1, "status": "running"}')  # as it is until the ledger is closed
-    (folder / "model.safetensors").unlink()
+    for name in ("model.safetensors", "metrics.jsonl"):
+        (folder / name).unlink()
     words = said(print_verdict, verify(folder), UNCHECKED)
     assert words.count("│ open ") == 2 and "resume=True" in words and "This run is not closed" in words
     assert "This folder supports a claim" not in words
