@@ -166,7 +166,9 @@ def test_an_unfinished_run_is_charged_in_full(folder):
     lines = (folder / "ledger.jsonl").read_text().splitlines(keepends=True)
     (folder / "ledger.jsonl").write_text("".join(lines[: len(lines) // 2]) + lines[len(lines) // 2][:20])
     metrics = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(metrics[: len(lines) // 2 - 2]))  # of the charges, after plan and attempt
+    (folder / "metrics.jsonl").write_text(
+        "".join(metrics[: len(lines) // 2 - 2])
+    )  # of the charges, after plan and attempt
     for name in ("model.safetensors", "support.safetensors", "statement.md"):
         (folder / name).unlink()
     (folder / "run.json").write_text('{"format": 1, "status": "running", "method": "tp-topk", "config": {}}')
