@@ -169,7 +169,19 @@ def _how(found: Mapping[str, Outcomes]) -> str:
         "where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; *in direction* when its size is ruled out; "
         "*undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; "
         "they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second "
-        "file says from which it was `taken_from`."
+        "file says from which it was `taken_from`." + _on_other_devices(found["main"])
+    )
+
+
+def _on_other_devices(main: Outcomes) -> str:
+    """Where two runs that are compared were not made on one kind of device."""
+    twins = main.select(variant=recipes.TWIN)
+    on_cpu = sum(run.get("device") == "cpu" for run in twins)
+    if not 0 < on_cpu < len(twins):
+        return ""
+    return (
+        f" Of the {len(twins)} runs of TP-Rand with TP-TopK's recipe {on_cpu} were made on a CPU, in float32, and TP-TopK's on a GPU, in tf32; clips differ by "
+        "two parts in a thousand between these."
     )
 
 
