@@ -32,7 +32,7 @@ def reproduce_(
     render: Annotated[bool, typer.Option(help="run nothing; write the document from the runs that are there")] = False,
     results_: Annotated[
         str, typer.Option("--results", help="folder of the finished runs; with --quick, its subfolder quick")
-    ] = ("results"),
+    ] = "results",
     out: Annotated[
         str | None,
         typer.Option(help="the document; docs/reproduction.md, or with --quick beside its runs", show_default=False),

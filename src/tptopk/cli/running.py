@@ -201,9 +201,8 @@ def train(
         unit = settings.load_unit()
         plan = resumed or by or calibrated(settings)
         if resumed and out is not None and not plan.spec.warmup and (Path(out) / WARMUP).exists():
-            warmup = WarmUp(
-                WarmUp.load(Path(out) / WARMUP).plan
-            )  # of `tptopk advise`; it is filled from the checkpoint
+            # of `tptopk advise`; it is filled from the checkpoint
+            warmup = WarmUp(WarmUp.load(Path(out) / WARMUP).plan)
     with TrainingProgress(plan, label) as progress:
         run = fit(
             model,

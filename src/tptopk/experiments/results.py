@@ -123,9 +123,8 @@ def _outcomes(
         min(processes, len(jobs)), multiprocessing.get_context("spawn"), initializer=_begin, initargs=(threads, source)
     )
     try:
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # an interrupt is this process's to act on: others keep it blocked
+        # An interrupt is this process's to act on: those that are started now keep it blocked.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         running = {pool.submit(job.run, job.recipe, data_dir, device): job for job in jobs}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for ended in as_completed(running):
