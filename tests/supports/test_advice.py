@@ -176,6 +176,28 @@ def test_the_share_of_records_gradients_outside_is_not_overstated():
     assert min(seen) > 0.3, "and it is seen"
 
 
+def test_the_estimate_counts_noise_where_the_scores_see_the_loss_bend():
+    """40 warm-ups, signal on 12 of 600. Records disagree everywhere alike, or where the signal lies, or not at all."""
+    generator = torch.Generator().manual_seed(11)
+    signal = concentrated(12, 0.03)
+    inside = 0.9 * math.sqrt(0.009) * signal / signal.norm()
+    shares, gains = Counter(), Counter()
+    for _ in range(40):
+        for name, options in {"even": {"bends": True}, "inside": {"sampling": inside}}.items():
+            tenth = advise(warmup_of(signal, generator, by=plan(steps=10), **options), ratios=(0.1,)).candidates[0]
+            shares[name] += tenth.harm_left / 40
+            gains[name] += tenth.gain.estimate / 40
+    assert shares["even"] == pytest.approx(0.1, abs=0.04) and gains["even"] > 1.5
+    assert shares["inside"] > 0.9 and 0.85 < gains["inside"] < 1.05, "flat outside: nothing to gain"
+
+
+def test_where_the_scores_hold_nothing_but_the_signal_no_noise_counts_as_saved():
+    warmup = warmup_of(concentrated(60, 0.012), torch.Generator().manual_seed(12))
+    for squares in warmup._squares:
+        squares["w"] *= 0
+    assert {c.harm_left for c in advise(warmup).candidates} == {1.0}
+
+
 def test_even_signal_is_a_reason_to_stay_dense():
     found = advise(warmup_of(torch.full(SHAPE, 0.012), torch.Generator().manual_seed(5)))
     assert found.verdict == "stay dense" and found.active_ratio is None and found.learning_rate is None

@@ -108,7 +108,7 @@ def print_advice(advice: Advice, console: Console) -> None:
         f"ranges at {advice.level:.0%}",
         caption="In %: noise saved by training a share ρ of the coordinates, and signal kept if they are ranked by each score or drawn at "
         "random. They are ranked by half of the warm-up, which the other half judges; the upper ends are extrapolated to a ranking by all of "
-        "it, which training uses. Progress: times that of training all of them, worst to best.",
+        "it, which training uses. Progress: times that of training all of them, estimated (worst to best).",
         title_justify="left",
         caption_justify="left",
     )
@@ -123,7 +123,7 @@ def print_advice(advice: Advice, console: Console) -> None:
             _percent(1 - best.active_ratio),
             *("100" if dense else f"{_percent(c.kept[0])} ({_percent(c.kept[1])}–{_percent(c.kept[2])})" for c in rows),
             _percent(best.active_ratio),
-            "1" if dense else f"{best.gain.low:.2f}–{best.gain.high:.2f}",
+            "1" if dense else "{:.2f} ({:.2g}–{:.2g})".format(*best.gain),
         )
     console.print(table)
     for score, wrong in advice.misranking.items():

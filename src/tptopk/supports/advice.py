@@ -45,6 +45,7 @@ class Candidate:
     active: int  # k
     energy: float  # E(S), without bias; may be negative
     kept: Interval  # α at the stated level: ranked by half the warm-up, the upper end by all of it
+    harm_left: float  # share of the noise's harm that stays, as the scores' energy beside the signal lies
     outside: float  # share of the records' own gradients that lies outside, at least
     gain: Interval  # progress over that of dense training: at n = √T₂, at worst and at best
 
@@ -121,7 +122,8 @@ def advise(
     added = sampling_energy(warmup.plan)
     score_energy = sum(float(value.double().sum()) for value in warmup.scores().values())
     score_error = warmup.noise_std**2 * math.sqrt(2 / warmup.steps)  # times √coordinates
-    transient = max(0.0, score_energy - whole - added)  # more than sampling can add: signal that did not last
+    restless = score_energy - whole
+    transient = max(0.0, restless - added)  # more than sampling can add: signal that did not last
     for score, of_score in found.kept.items():
         for k, energy, inside, grown in zip(counts, of_score, found.scored[score], found.grown[score], strict=True):
             spared = ((score_energy - inside) - (whole - energy) - transient) / added if added > 0 else 0.0
@@ -129,13 +131,14 @@ def advise(
             errors = float(variance.std(k, energy)), float(variance.std(total - k, whole - energy)), doubt
             kept = share_kept(energy, whole, k, total, variance, sure)
             kept = share_kept_by_all(kept, grown, whole, k, total, variance, sure)
+            left = min(1.0, max(k / total, (inside - energy) / restless)) if restless > 0 else 1.0
             gain = Interval(
-                phase.gain(kept.estimate, whole, k, math.sqrt(phase.steps)),
+                phase.gain(kept.estimate, whole, left * total, math.sqrt(phase.steps)),
                 phase.sure_gain(energy, whole - energy, spared, k, errors, surer),
                 phase.gain(kept.high, signal.low, k, 1, sampled=False),
             )
             outside = min(1 - k / total, max(0.0, spared - surer * doubt))
-            candidates.append(Candidate(score, k / total, k, energy, kept, outside, gain))
+            candidates.append(Candidate(score, k / total, k, energy, kept, left, outside, gain))
     wrong = {}
     for score, value in found.ranked.items():
         right = fieller(value, whole, lambda a: variance.std(total * (1 / 3 - a + a**2), whole), sure)
@@ -219,8 +222,9 @@ def _verdict(
     best = max(sparse, key=lambda c: c.gain.estimate)
     reasons.append(
         f"The likeliest to gain, {best.active_ratio:.3g} of the coordinates by the {best.score} score, keeps {best.kept.estimate:.0%} of the "
-        f"signal ({best.kept.low:.0%} to {best.kept.high:.0%}); against dense training its progress is between {best.gain.low:.2f} and "
-        f"{best.gain.high:.2f}, depending on the truth within the intervals and on how far noise averages out."
+        f"signal ({best.kept.low:.0%} to {best.kept.high:.0%}) and by the scores' energy {best.harm_left:.0%} of the noise's harm: about "
+        f"{best.gain.estimate:.2f} times the progress of dense training, and between {best.gain.low:.2f} and {best.gain.high:.2f}, depending "
+        "on the truth within the intervals, on where the loss bends, and on how far noise averages out."
     )
     if best.outside < (1 - best.active_ratio) / 2:
         share = f"No more than {best.outside:.0%}" if best.outside >= 0.005 else "Nothing"

@@ -8,10 +8,12 @@ step's noise in full, it is 1. Restriction multiplies progress by
     gain_n(ρ) = α² (E + (dν₂² + τ²)/n) / (αE + (kν₂² + τ²)/n),        τ² ≤ (1 − q₂) C₂²/B,
 
 so a random support (α = ρ) never gains, and none does where noise is small. That takes the loss to bend equally in all
-coordinates. Where it is flat noise costs nothing, and leaving it out gains nothing; and it tends to be flat where records
-have small gradients. How much of the records' gradients lies outside a support can be seen: their Poisson samples add
-that share of (1 − q)C²/B to the scores there. A gain to rely on counts only that share b of the noise as saved,
-dν₂²(1 − b) in place of kν₂². E is of the gradient as it moved under the warm-up's own learning rate.
+coordinates. Where it is flat noise costs nothing, and leaving it out gains nothing. What can be seen of that are the
+scores: where the loss bends, records disagree, and steps that have moved the parameters move their gradients; both put
+energy into the scores beside the signal's, which lasts. The estimate takes a support's share h of that energy, as steps see
+it that did not choose the support, for its share of the noise's harm: h dν₂² in place of kν₂². A gain to rely on counts as
+saved only what the records' disagreement, of (1 − q)C²/B at most, must have put outside, a share b: dν₂²(1 − b). At best it
+is kν₂² after all. E is of the gradient as it moved under the warm-up's own learning rate.
 """
 
 from __future__ import annotations
