@@ -70,6 +70,24 @@ def level(r: Recipe) -> float:
     return base + above.get(r.method, (-9.0, 9.0, 0.0)[r.seed]) - 0.5 * (r.variant == recipes.TWO_PHASES)
 
 
+def test_runs_on_another_device_than_those_they_are_compared_with_are_named(tmp_path, undrawn):
+    def said() -> str:
+        write(tmp_path, tmp_path / "r.md", quick=True)
+        return (tmp_path / "r.md").read_text()
+
+    everything(tmp_path)
+    assert "on a CPU" not in said()
+    runs = [made(r, level(r), **advised(r)) for r in recipes.table_main(recipes.quick_recipe)]
+    twins = [run for run in runs if run["variant"] == recipes.TWIN and run["dataset"] == "fmnist"]
+    for run in twins:
+        run["device"] = "cpu"
+    keep(tmp_path, "main", runs)
+    assert (
+        f"{len(twins)} were made on a CPU" in said()
+        and f"On a CPU were: main, Fashion-MNIST, tp-rand ({len(twins)})." in said()
+    )
+
+
 def everything(folder: Path) -> None:
     """Every run of every table."""
     for name in ("main", "ratio", "split", "context"):

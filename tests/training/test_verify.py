@@ -66,6 +66,19 @@ def test_verify_finds_another_figure_in_run_json(tmp_path, name, wrong):
     assert [what for what, ok, _ in verify(tmp_path / "run").checks if ok is False] == ["run.json"]
 
 
+def test_the_remark_on_averaged_weights_is_the_ledgers(tmp_path):
+    """Taken out of run.json and of the statement it is missed."""
+    folder = tmp_path / "run"
+    run(folder, ema=0.9)
+    summary, text = json.loads((folder / "run.json").read_text()), (folder / "statement.md").read_text()
+    line = next(line for line in text.splitlines() if "moving average" in line)
+    summary["facts"]["averaged"] = False
+    (folder / "run.json").write_text(json.dumps(summary))
+    assert verify(folder).holds, "the ledger knows"
+    (folder / "statement.md").write_text(text.replace(line + "\n", ""))
+    assert [what for what, ok, _ in verify(folder).checks if ok is False] == ["statement"]
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_a_ledger_whose_end_was_cut_off_is_found(tmp_path, told):
     """Its chain is whole. But files that the run left know of more lines than there are."""

@@ -245,7 +245,7 @@ class Ledger:
         if self._allowed is not None:
             self._allowed -= 1
 
-    def close(self, status: str, files: Mapping[str, str]) -> None:
+    def close(self, status: str, files: Mapping[str, str], *, averaged: bool = False) -> None:
         """The last line: how the run ended, how many steps of each phase are in its model, and the hashes of the files it left. Then the file is let go."""
         if self._file is not None:
             taken = [self.steps[i] for i in range(len(self.plan.phases))]
@@ -259,6 +259,7 @@ class Ledger:
                     "files": dict(files),
                     "time": ended,
                     **({"training_loss": True} if self.training_loss else {}),
+                    **({"averaged": True} if averaged else {}),
                 }
             )
             self.ended = ended

@@ -104,7 +104,7 @@ def facts_of(
 ) -> Facts:
     """What a ledger alone says. Without its closing line the whole plan is charged, if that is more.
 
-    The keywords are what the rest of the run says: `generator` counts where the ledger names none, and `training_loss` adds to it.
+    The keywords are what the rest of the run says: `generator` counts where the ledger names none; `training_loss` and `averaged` add to it.
     """
     plan, phases = record.plan, range(len(record.plan.phases))
     charged = [record.charged[i] for i in phases]
@@ -115,7 +115,7 @@ def facts_of(
         charged_steps=charged,
         seeded=record.seeded,
         test_metrics=test_metrics,
-        averaged=averaged,
+        averaged=averaged or bool(record.end and record.end.get("averaged")),
         status=record.end["status"] if record.end else "crashed",
         generator=record.generator or generator,
         attempts=record.attempts,

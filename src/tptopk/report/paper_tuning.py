@@ -20,9 +20,10 @@ def tuned(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
     for trial in tuning["tuning"]:
         cells.setdefault((trial["recipe"]["dataset"], trial["recipe"]["target_epsilon"]), []).append(trial)
     parts = [
-        "What the paper does not say (network, batch, learning rates, epochs) was chosen by `python benchmarks/tune_paper.py --device cuda` on "
-        "training records that were held out; the test set was not read. That program has one grid for all methods of a cell; below are the trials "
-        "that are there."
+        "Of what the paper does not say, learning rates, the averaging of weights and, where several were tried, epochs were chosen by "
+        "`python benchmarks/tune_paper.py --device cuda` on training records that were held out; that program does not read the test set, and has one grid "
+        "for all methods of a cell; below are the trials that are there. Network, batch, views, clip norm and the other epochs were fixed before, after the "
+        "literature and early trials; those on CIFAR-10 had been looked at on its test set."
     ]
     if tuning["tuning_range"]:
         parts.append(

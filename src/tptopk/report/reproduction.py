@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def document(
             "Active ratios", "table-ratio", "ratio",
             "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further. "
             "TP-TopK differs from DP-SGD by more than its support: two phases of different noise, a second learning rate, averaged weights, each as tuned. "
-            "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support alone. "
+            "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support. "
             "TP-Rand has TP-TopK's recipe wherever its own has other steps, noise or learning rates; where these are equal it has its own, which may "
             "differ in how weights are averaged.",
             tables.ratio_table(found["ratio"]),
@@ -162,26 +163,27 @@ def _how(found: Mapping[str, Outcomes]) -> str:
     return (
         "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the "
         "averaging of weights are each method's own, as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ "
-        "in their ranking alone. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example is the image and its mirror: their gradients "
+        "in how they choose coordinates. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example is the image and its mirror: their gradients "
         "are averaged before clipping, and predictions are averaged over the two. A difference is taken seed by seed, and its 95% interval is "
         f"Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means "
         "tp-topk − dp-sgd and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference, whose own deviations count "
         "where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; *in direction* when its size is ruled out; "
         "*undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; "
         "they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second "
-        "file says from which it was `taken_from`." + _on_other_devices(found["main"])
+        "file says from which it was `taken_from`." + _on_other_devices(found)
     )
 
 
-def _on_other_devices(main: Outcomes) -> str:
-    """Where two runs that are compared were not made on one kind of device."""
-    twins = main.select(variant=recipes.TWIN)
-    on_cpu = sum(run.get("device") == "cpu" for run in twins)
-    if not 0 < on_cpu < len(twins):
+def _on_other_devices(found: Mapping[str, Outcomes]) -> str:
+    """Which runs were made on a CPU, where others that they are compared with were not."""
+    runs = [(name, run) for name in ("main", "ratio", "context") for run in found[name].runs]
+    on_cpu = Counter((name, run["dataset"], run["method"]) for name, run in runs if run.get("device") == "cpu")
+    if not 0 < on_cpu.total() < len(runs):
         return ""
+    listed = "; ".join(f"{name}, {NAMES[data]}, {method} ({count})" for (name, data, method), count in on_cpu.items())
     return (
-        f" Of the {len(twins)} runs of TP-Rand with TP-TopK's recipe {on_cpu} were made on a CPU, in float32, and TP-TopK's on a GPU, in tf32; clips differ by "
-        "two parts in a thousand between these."
+        f" Of the {len(runs)} runs of the tables of methods, ratios and context {on_cpu.total()} were made on a CPU, in float32, and the others on a GPU, in tf32 and by an older torch; clips differ by two parts "
+        f"in a thousand between these. On a CPU were: {listed}."
     )
 
 

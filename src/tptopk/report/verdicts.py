@@ -149,7 +149,7 @@ def _action(advice: Advice) -> str:
     if advice.verdict == "stay dense":
         return "Use --method dp-sgd."
     return (
-        "Use --method dp-sgd unless speed, memory or communication matter. To learn more, give the warm-up more steps (--warmup) or more of "
+        "Use --method dp-sgd unless what is sent between machines matters. To learn more, give the warm-up more steps (--warmup) or more of "
         "the budget (--warmup-budget) in another run, which is paid for too."
     )
 

@@ -232,5 +232,5 @@ def _verdict(
             f"{share} of the records' own gradients could be shown to lie outside it: the loss may be flat there, "
             "and then the noise of those coordinates costs nothing."
         )
-    reasons.append("Unless speed, memory or communication matter, dense training is the safer choice.")
+    reasons.append("Unless what is sent between machines matters, dense training is the safer choice.")
     return "cannot tell", None, reasons

@@ -196,7 +196,8 @@ class RunFolder:
         for name in names:
             shutil.copymode(self.path / "plan.json", self.path / name)
         kept = [*names, *(name for name in (WARMUP, SCHEMA) if (self.path / name).exists())]
-        ledger.close(run.status, {name: sha256_of(self.path / name) for name in kept})
+        files = {name: sha256_of(self.path / name) for name in kept}
+        ledger.close(run.status, files, averaged=run.facts.averaged)
         if ledger.ended is None:
             return  # its file could not be written: the folder stays as a crash leaves it
         run.facts = replace(run.facts, ended=ledger.ended)
