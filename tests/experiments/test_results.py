@@ -58,7 +58,8 @@ def test_a_half_written_last_line_is_cut_off_and_run_again(tmp_path, cut, run, r
     assert len(read_results(path)) == kept
     run_each(RECIPES[:2], path, run)
     assert ran == RECIPES[kept:2]
-    assert path.read_text() == line(RECIPES[0]) + line(RECIPES[1])
+    assert path.read_text().startswith(line(RECIPES[0])) and path.read_text().endswith("\n")
+    assert [result["recipe"] for result in read_results(path)] == [r.identity() for r in RECIPES[:2]]
 
 
 def test_a_run_that_was_cut_between_its_lines_is_not_finished(tmp_path):
@@ -148,7 +149,7 @@ def test_several_processes_run_each_recipe_once(tmp_path):
     run_each(RECIPES, path, where, lambda job, result: shown.append(job.recipe), processes=2)
     found = read_results(path)
     assert {result["recipe"]["seed"] for result in found} == {0, 1, 2} and len(found) == len(shown) == 3
-    assert os.getpid() not in {result["process"] for result in found}
+    assert os.getpid() not in {result["process"] for result in found} and {r["processes"] for r in found} == {2}
     run_each(RECIPES, path, die, processes=2)  # there already
 
 

@@ -104,7 +104,7 @@ def run_all(
         else:
             queued.append(job)
     for job, found in _outcomes(queued, data_dir, device, processes, source):
-        keep(job, found)
+        keep(job, [{**line, "processes": processes} for line in (found if isinstance(found, list) else [found])])
     for job in same:
         taken = _taken_from(finished[job.path.parent], job.recipe)
         assert taken is not None, "what it waited for has ended"
