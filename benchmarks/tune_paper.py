@@ -5,14 +5,16 @@
 
 A first, incomplete round (`results/tuning_range.jsonl`) set the range of learning rates. Every method has the same grid
 in a cell: a learning rate (for methods with a warm-up, of the phase after it), the number of epochs, and whether the
-weights are averaged, which is measured in the same run. One seed. Whoever repeats this on
-data of their own should know that each run costs its ε; here the data is public.
+weights are averaged, which is measured in the same run. A method whose best trial has the lowest or the highest rate of
+those tried for it is tried with half or twice that rate and as many epochs, until its best has neighbours on both sides.
+One seed. Whoever repeats this on data of their own should know that each run costs its ε; here the data is public.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,15 @@ from tptopk.training.updates import WeightAverage
 HELD_OUT = {"mnist": 5000, "fmnist": 5000, "cifar10": 5000, "pneumoniamnist": 500}
 # dataset, ε: batch, epochs to try, first learning rate, factors of it to try
 GRID: dict[tuple[str, float], tuple[int, list[int], float, list[float]]] = {
-    # Of 4 and 8 every choice was the lowest or the highest, so 2 and 16 were added.
-    ("mnist", 1.0): (4096, [30], 4.0, [0.5, 1.0, 2.0, 4.0]),
-    ("mnist", 3.0): (4096, [50], 4.0, [0.5, 1.0, 2.0, 4.0]),
-    ("mnist", 8.0): (4096, [80], 4.0, [0.5, 1.0, 2.0, 4.0]),
+    ("mnist", 1.0): (4096, [30], 4.0, [1.0, 2.0]),
+    ("mnist", 3.0): (4096, [50], 4.0, [1.0, 2.0]),
+    ("mnist", 8.0): (4096, [80], 4.0, [1.0, 2.0]),
     ("fmnist", 1.0): (4096, [20, 40], 4.0, [1.0, 2.0]),
     ("fmnist", 3.0): (4096, [40, 80], 4.0, [1.0, 2.0]),
     ("fmnist", 8.0): (4096, [120], 4.0, [1.0, 2.0]),  # at ε = 3 twice the epochs were better for three of five methods
-    # Of 4 and 8 the larger was best for every sparse method, so 16 was added; of all three 4 for DP-SGD, so 2 was.
-    ("cifar10", 1.0): (8192, [30], 4.0, [0.5, 1.0, 2.0, 4.0]),
-    ("cifar10", 3.0): (8192, [60], 4.0, [0.5, 1.0, 2.0, 4.0]),
+    # Of 4 and 8 the larger was best for every sparse method, so 16 was added for all.
+    ("cifar10", 1.0): (8192, [30], 4.0, [1.0, 2.0, 4.0]),
+    ("cifar10", 3.0): (8192, [60], 4.0, [1.0, 2.0, 4.0]),
     ("pneumoniamnist", 3.0): (512, [20, 40], 1.0, [0.5, 1.0, 2.0]),
     ("pneumoniamnist", 8.0): (512, [20, 40], 1.0, [0.5, 1.0, 2.0]),
 }
@@ -44,60 +45,83 @@ LIKE = {("cifar10", 8.0): (("cifar10", 3.0), {"epochs": 110})}
 AVERAGES = (None, 0.9, 0.97)
 
 
-def trials() -> list[Recipe]:
+def trials(measured: list[dict[str, Any]]) -> list[Recipe]:
+    """The grid, and what those measured so far ask for beyond its edges."""
+    done = _best_of(measured)
     found = []
     for (dataset, epsilon), (batch, epochs, rate, factors) in GRID.items():
         methods = ("non-private", "dp-sgd", "tp-rand", "tp-topk") if dataset == "pneumoniamnist" else recipes.METHODS
         for method in methods:
             if method == "non-private" and epsilon != 8.0:
                 continue
-            for factor in factors:
-                later = METHODS[method].warmup
-                found += [
+            of_method = [
+                _with_rate(
                     Recipe(
-                        dataset=dataset,
-                        method=method,
-                        target_epsilon=epsilon,
-                        seed=100,
-                        batch_size=batch,
-                        epochs=n,
-                        learning_rate=rate if later else factor * rate,
-                        second_learning_rate=factor * rate if later else None,
-                        variant="tuning",
-                        held_out=HELD_OUT[dataset],
-                        **recipes.SETTINGS[dataset],
-                    )
-                    for n in epochs
-                ]
+                        dataset, method, epsilon, seed=100, batch_size=batch, epochs=n, learning_rate=rate, variant="tuning",
+                        held_out=HELD_OUT[dataset], **recipes.SETTINGS[dataset],
+                    ),
+                    factor * rate,
+                )
+                for factor in factors
+                for n in epochs
+            ]  # fmt: skip
+            while further := _beyond(of_method, done):
+                of_method.append(further)
+            found += of_method
     return found
+
+
+def _best_of(measured: list[dict[str, Any]]) -> dict[Recipe, tuple[float, float | None]]:
+    """Each trial with the best that was measured of it, and the averaging of weights that gave it."""
+    return {
+        Recipe(**result["recipe"]): max(zip(result["measured"], AVERAGES, strict=True), key=lambda one: one[0])
+        for result in measured
+    }
+
+
+def _tuned_rate(r: Recipe) -> float:
+    return r.second_learning_rate or r.learning_rate
+
+
+def _with_rate(r: Recipe, rate: float) -> Recipe:
+    """Methods with a warm-up keep the rate of that."""
+    return replace(r, **{"second_learning_rate" if METHODS[r.method].warmup else "learning_rate": rate})
+
+
+def _beyond(of_method: list[Recipe], done: dict[Recipe, tuple[float, float | None]]) -> Recipe | None:
+    """The trial beyond the edge on which the best of a method's trials lies; None where it lies on none, or some are missing."""
+    if not all(r in done for r in of_method):
+        return None
+    best, rates = max(of_method, key=lambda r: done[r][0]), {_tuned_rate(r) for r in of_method}
+    if _tuned_rate(best) == min(rates):
+        return _with_rate(best, min(rates) / 2)
+    return _with_rate(best, max(rates) * 2) if _tuned_rate(best) == max(rates) else None
 
 
 def choose(measured: list[dict[str, Any]], before: dict[str, Any]) -> dict[tuple[str, float, str], dict[str, Any]]:
     """The best trial of each cell by what it was measured by: AUC for two classes, accuracy otherwise.
 
-    Every method of a cell had the same trials: one that is no longer in the grid does not count, and for a dataset and ε of
-    which some are missing the choice of before stands.
+    Every method of a cell had trials by the same rule: others do not count, and for a dataset and ε of which some are missing
+    the choice of before stands.
     """
-    done = [recipes.completed(result["recipe"]) for result in measured]
-    unfinished = {(r.dataset, r.target_epsilon) for r in trials() if r.identity() not in done}
-    in_grid = [r.identity() for r in trials() if (r.dataset, r.target_epsilon) not in unfinished]
+    done = _best_of(measured)
+    wanted = trials(measured)
+    unfinished = {(r.dataset, r.target_epsilon) for r in wanted if r not in done}
     for dataset, epsilon in sorted(unfinished):
         print(f"nothing new is chosen for {dataset} at ε = {epsilon:g}: trials are missing")
-    best: dict[tuple[str, float, str], tuple[float, dict[str, Any]]] = {}
-    for result in measured:
-        r = recipes.completed(result["recipe"])
-        if r not in in_grid:
-            continue
-        cell = (r["dataset"], r["target_epsilon"], r["method"])
-        for ema, value in zip(AVERAGES, result["measured"], strict=True):
-            chosen = {
-                "batch_size": r["batch_size"], "epochs": r["epochs"], "learning_rate": r["learning_rate"],
-                **({"second_learning_rate": r["second_learning_rate"]} if r["second_learning_rate"] else {}),
-                **({"ema": ema} if ema else {}),
-            }  # fmt: skip
-            if cell not in best or value > best[cell][0]:
-                best[cell] = (value, chosen)
-    found = {cell: {**chosen, "held_out": value} for cell, (value, chosen) in best.items()}
+    best: dict[tuple[str, float, str], Recipe] = {}
+    for r in wanted:
+        cell = (r.dataset, r.target_epsilon, r.method)
+        if cell[:2] not in unfinished and (cell not in best or done[r][0] > done[best[cell]][0]):
+            best[cell] = r
+    found: dict[tuple[str, float, str], dict[str, Any]] = {}
+    for cell, r in best.items():
+        value, ema = done[r]
+        found[cell] = {
+            "batch_size": r.batch_size, "epochs": r.epochs, "learning_rate": r.learning_rate,
+            **({"second_learning_rate": r.second_learning_rate} if r.second_learning_rate else {}),
+            **({"ema": ema} if ema else {}), "held_out": value,
+        }  # fmt: skip
     for (dataset, epsilon), (other, changes) in LIKE.items():
         for cell in [cell for cell in found if cell[:2] == other]:
             taken = {key: value for key, value in found[cell].items() if key != "held_out"}
@@ -136,9 +160,10 @@ def main() -> None:
         before = recipes.tuned() if recipes.TUNED.exists() else {}
         write(choose(results.read_results(path), before), recipes.TUNED)
         return
-    wanted = [r for r in trials() if given.only is None or r.dataset in given.only.split(",")]
-    jobs = [results.Job(path, r, measured_with_averages) for r in wanted]
-    results.run_all(jobs, given.data_dir, given.device, show, given.processes)
+    only = list(HELD_OUT) if given.only is None else given.only.split(",")
+    while wanted := results.pending((r for r in trials(results.read_results(path)) if r.dataset in only), path):
+        jobs = [results.Job(path, r, measured_with_averages) for r in wanted]
+        results.run_all(jobs, given.data_dir, given.device, show, given.processes)
 
 
 def show(job: results.Job, found: dict[str, Any]) -> None:
