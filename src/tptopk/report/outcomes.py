@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -89,6 +89,13 @@ def paired(values: BySeed, others: BySeed) -> Difference | None:
         return None if found is None else Difference(found.mean, None, 1)
     half = float(stats.t.ppf((1 + LEVEL) / 2, found.seeds - 1)) * found.std / math.sqrt(found.seeds)
     return Difference(found.mean, (found.mean - half, found.mean + half), found.seeds, found.std)
+
+
+def averaged(cells: Iterable[tuple[BySeed, BySeed]]) -> Difference | None:
+    """The mean over cells of values − others, seed by seed: cells of one seed may vary together. Of seeds that every cell has."""
+    pairs = list(cells)
+    seeds = set.intersection(*(set(side) for pair in pairs for side in pair)) if pairs else set()
+    return paired(*({seed: mean(pair[side][seed] for pair in pairs) for seed in seeds} for side in (0, 1)))
 
 
 def unpaired(own: Spread, other: Spread) -> Difference:

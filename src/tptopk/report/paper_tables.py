@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
-from tptopk.report.outcomes import LEVEL, Difference, Outcomes, Spread, paired, spread, unpaired
+from tptopk.report.outcomes import LEVEL, Difference, Outcomes, Spread, averaged, paired, spread, unpaired
 
 NAMES = {
     "mnist": "MNIST",
@@ -82,16 +82,22 @@ def comparisons(main: Outcomes) -> list[Comparison]:
     return ours + [Comparison("tp-topk", other, v) for v in main.variants("tp-topk") for other in ("tp-rand", "dp-sgd")]
 
 
-def differences(main: Outcomes, comparison: Comparison) -> dict[tuple[str, float], Difference | None]:
-    """dataset, ε → the paired difference of a comparison."""
-    sides = ((comparison.method, comparison.variant), (comparison.other, comparison.other_variant))
-    return {
-        (dataset, epsilon): paired(
-            *(main.values(dataset=dataset, target_epsilon=epsilon, method=m, variant=v) for m, v in sides)
-        )
-        for dataset in recipes.DATASETS
-        for epsilon in recipes.EPSILONS
-    }
+Cell = tuple[str, float]  # dataset, ε
+
+
+def sides(main: Outcomes, comparison: Comparison) -> dict[Cell, tuple[dict[int, float], dict[int, float]]]:
+    """The accuracies, by seed, of the two that are compared."""
+    one, other = ((comparison.method, comparison.variant), (comparison.other, comparison.other_variant))
+
+    def of(cell: Cell, method: str, variant: str) -> dict[int, float]:
+        return main.values(dataset=cell[0], target_epsilon=cell[1], method=method, variant=variant)
+
+    cells = [(dataset, epsilon) for dataset in recipes.DATASETS for epsilon in recipes.EPSILONS]
+    return {cell: (of(cell, *one), of(cell, *other)) for cell in cells}
+
+
+def differences(main: Outcomes, comparison: Comparison) -> dict[Cell, Difference | None]:
+    return {cell: paired(*pair) for cell, pair in sides(main, comparison).items()}
 
 
 def main_accuracy(main: Outcomes) -> str:
@@ -123,6 +129,26 @@ def main_differences(main: Outcomes) -> str:
         ]
         parts += [f"**{comparison.label}**", table(["dataset", "ε", *JUDGED], rows)]
     return "\n\n".join(parts)
+
+
+def main_average(main: Outcomes) -> str:
+    """Each comparison averaged over the cells in which all seeds of both sides were run, beside the paper's over the same cells."""
+    rows = []
+    for comparison in comparisons(main):
+        whole = {
+            cell: pair for cell, pair in sides(main, comparison).items() if all(len(s) == main.seeds for s in pair)
+        }
+        papers = [paper for cell in whole if (paper := comparison.paper(*cell))]
+        theirs = _mean_of(papers) if papers else None
+        rows.append([comparison.label, str(len(whole)), *judged(averaged(whole.values()), theirs)])
+    return table(["comparison", "cells", *JUDGED], rows)
+
+
+def _mean_of(papers: Sequence[Spread]) -> Spread:
+    """Of published means, taken to vary each for itself."""
+    count = len(papers)
+    std = math.hypot(*(p.std for p in papers if p.std)) / count if all(p.std for p in papers) else None
+    return Spread(sum(p.mean for p in papers) / count, std, published.SEEDS)
 
 
 def main_summary(main: Outcomes) -> str:
@@ -216,12 +242,13 @@ def ratio_table(ratio: Outcomes) -> str:
             where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
             dense = ratio.values(method="dp-sgd", **where)
             control = ratio.values(variant=recipes.TWO_PHASES, **where)
-            gaps = {}
+            gaps, whole = {}, []
             for value in recipes.RATIOS:
                 own: dict[str, Any] = {**where, "variant": f"ρ = {value:g}"}
                 chosen, chance = (ratio.values(method=method, **own) for method in ("tp-topk", "tp-rand"))
                 paper = published.RATIO.get((dataset, value)) if epsilon == 8.0 else None
                 gap = gaps[value] = paired(chosen, chance)
+                whole += [(chosen, chance)] if len(chosen) == len(chance) == ratio.seeds else []
                 over = [paired(chosen, other) for other in (dense, control)]
                 theirs = None if paper is None else Spread(paper[1] - paper[0], None, 1)
                 rows.append(
@@ -234,13 +261,13 @@ def ratio_table(ratio: Outcomes) -> str:
                         *(NOT_RUN if each is None else f"{each.words()}: {each.verdict}" for each in over),
                     ]
                 )  # fmt: skip
-            notes += _trend(dataset, epsilon, gaps)
+            notes += _trend(dataset, epsilon, gaps, averaged(whole))
     head = ["dataset", "ε", "ρ", "dp-sgd (ρ = 1)", "control (ρ = 1)", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd", "tp-topk − control"]  # fmt: skip
     return table(head, rows) + "".join(f"\n\n{note}" for note in notes)
 
 
-def _trend(dataset: str, epsilon: float, gaps: dict[float, Difference | None]) -> list[str]:
-    """Whether the gap falls as ρ grows, as the paper says it does."""
+def _trend(dataset: str, epsilon: float, gaps: dict[float, Difference | None], average: Difference | None) -> list[str]:
+    """Whether the gap falls as ρ grows, as the paper says it does, and what it is on average."""
     known = [(value, gap.mean) for value, gap in sorted(gaps.items()) if gap is not None]
     if len(known) < 2:
         return []
@@ -249,7 +276,7 @@ def _trend(dataset: str, epsilon: float, gaps: dict[float, Difference | None]) -
     if epsilon == 8.0:
         paper = [(v, chosen - chance) for (d, v), (chance, chosen) in sorted(published.RATIO.items()) if d == dataset]
         text += f", of those from ρ = .2 to .8 at {_falls([k for k in known if 0.2 <= k[0] <= 0.8])}; in the paper at {_falls(paper)}"
-    return [text + "."]
+    return [text + "." + (f" Averaged over these ρ: {average.words()}: {average.verdict}." if average else "")]
 
 
 def _falls(gaps: Sequence[tuple[float, float]]) -> str:

@@ -86,11 +86,15 @@ def document(
         *(["**A quick run: one seed, few records, one linear layer, nothing tuned. Its figures mean nothing.**"] if quick else []),
         "Of *When Do Fewer Coordinates Suffice in DP-SGD?* (Zhang and Xie). This file is written by `tptopk reproduce`; the numbers called ours are computed "
         "from the runs in `results/`, one JSON object a line.",
-        _how(found),
-        _state(found, tuning),
         "## What reproduced",
-        "By the main table; differences are paired by seed.",
+        "Averaged over the cells of the main table (dataset × ε), the paper's over the same cells:",
+        tables.main_average(main),
+        "Cell by cell:",
         tables.main_summary(main),
+        "## How to read it",
+        _how(found),
+        "## Which runs are there",
+        _state(found, tuning),
         *section(
             "Main table", "table-main", "main",
             "Test accuracy of the last model in percent, mean ± sample standard deviation over seeds; δ = 1e-5." + _took(main),
@@ -164,31 +168,32 @@ def _took(main: Outcomes) -> str:
 def _how(found: Mapping[str, Outcomes]) -> str:
     seeds = found["main"].seeds
     freedom = f"with {seeds} seeds, {seeds - 1} degrees of freedom" if seeds > 1 else "which one seed does not give"
-    return (
-        "**How to read it.** All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the "
-        "averaging of weights are each method's own, as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ "
-        "in how they choose coordinates. On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example is the image and its mirror: their gradients "
-        "are averaged before clipping, and predictions are averaged over the two. A difference is taken seed by seed, and its 95% interval is "
-        f"Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. Sparse against dense means "
-        "tp-topk − dp-sgd and on-topk − dp-sgd, fixed before any run. “Reproduced” compares with the paper's difference, whose own deviations count "
-        "where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its size; *in direction* when its size is ruled out; "
-        "*undecided* when neither 0 nor the paper's is ruled out; *no* otherwise. Intervals cover the seeds of initial weights, sampling and noise; "
-        "they do not cover the choice of learning rates, which was made on one seed. A run that two tables share was run once: its line in the second "
-        "file says from which it was `taken_from`." + _on_other_devices(found)
-    )
+    items = [
+        "All five methods train one network on a dataset, by the same accountant, batch size and δ; learning rates, epochs and the averaging of weights are each method's own, "
+        "as tuned. TP-Rand is there twice, the second time with TP-TopK's recipe, so that the two differ in how they choose coordinates.",
+        "On Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) an example is the image and its mirror: their gradients are averaged before clipping, and predictions are averaged over the two.",
+        f"A difference is taken seed by seed, and its 95% interval is Student's ({freedom}). “Higher” and “lower” mean that the interval excludes 0; otherwise no difference was seen. "
+        "Sparse against dense means tp-topk − dp-sgd and on-topk − dp-sgd, fixed before any run.",
+        "“Reproduced” compares with the paper's difference, whose own deviations count where it gives them (Welch): *yes* when ours has its direction, excludes 0 and may be of its "
+        "size; *in direction* when its size is ruled out; *undecided* when neither 0 nor the paper's is ruled out; *no* otherwise.",
+        "Intervals cover the seeds of initial weights, sampling and noise; they do not cover the choice of learning rates, which was made on one seed.",
+        "A run that two tables share was run once: its line in the second file says from which it was `taken_from`.",
+        *_on_other_devices(found),
+    ]
+    return "\n".join(f"- {item}" for item in items)
 
 
-def _on_other_devices(found: Mapping[str, Outcomes]) -> str:
+def _on_other_devices(found: Mapping[str, Outcomes]) -> list[str]:
     """Which runs were made on a CPU, where others that they are compared with were not."""
     runs = [(name, run) for name in ("main", "ratio", "context") for run in found[name].runs]
     on_cpu = Counter((name, run["dataset"], run["method"]) for name, run in runs if run.get("device") == "cpu")
     if not 0 < on_cpu.total() < len(runs):
-        return ""
+        return []
     listed = "; ".join(f"{name}, {NAMES[data]}, {method} ({count})" for (name, data, method), count in on_cpu.items())
-    return (
-        f" Of the {len(runs)} runs of the tables of methods, ratios and context {on_cpu.total()} were made on a CPU, in float32, and the others on a GPU, in tf32 and by an older torch; clips differ by two parts "
+    return [
+        f"Of the {len(runs)} runs of the tables of methods, ratios and context {on_cpu.total()} were made on a CPU, in float32, and the others on a GPU, in tf32 and by an older torch; clips differ by two parts "
         f"in a thousand between these. On a CPU were: {listed}."
-    )
+    ]
 
 
 def _state(found: Mapping[str, Outcomes], tuning: Mapping[str, list[dict[str, Any]]]) -> str:
