@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -141,9 +142,18 @@ def _outcomes(
 
 
 def _begin(threads: int, source: str | None) -> None:
-    """Processors are shared out; the source is that of the first process."""
+    """Processors are shared out; the source is that of the first process, which none outlives."""
+    threading.Thread(target=_end_with_the_first, daemon=True).start()
     os.environ |= {"TPTOPK_COMMIT": source} if source else {}
     torch.set_num_threads(threads)
+
+
+def _end_with_the_first() -> None:
+    """However that ends: killed, it tells nobody."""
+    first = multiprocessing.parent_process()
+    assert first is not None
+    first.join()
+    os._exit(1)
 
 
 def _of_all_tables(folder: Path) -> list[dict[str, Any]]:
