@@ -53,5 +53,19 @@ def test_the_papers_table_is_that_of_the_results():
         assert f"| {' | '.join([NAMES[dataset], f'{epsilon:g}', *own, theirs])} |" in README
 
 
+def test_the_papers_averages_are_those_of_the_document():
+    document = (Path(__file__).parent.parent / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    averages = document.split("Cell by cell:")[0]
+    for label, name in {
+        "TP-TopK − TP-Rand, TP-TopK's recipe for both": "tp-topk − tp-rand (TP-TopK's recipe)",
+        "TP-TopK − DP-SGD": "tp-topk − dp-sgd",
+        "ON-TopK − ON-Rand": "on-topk − on-rand",
+        "ON-TopK − DP-SGD": "on-topk − dp-sgd",
+    }.items():
+        (found,) = (line.split(" | ") for line in averages.splitlines() if line.startswith(f"| {name} |"))
+        ours, paper = (words.replace("-", "−").replace("0.", ".") for words in (found[2], found[4]))
+        assert f"| {label} | {ours} | {paper} |" in README
+
+
 def test_no_placeholder_is_left():
     assert "@@" not in README
