@@ -50,6 +50,20 @@ def test_finished_runs_are_not_run_again_and_others_are_appended(tmp_path, run, 
     assert [result["recipe"]["seed"] for result in read_results(path)] == [0, 1, 2]
 
 
+def test_a_file_that_lacks_runs_has_one_writer_at_a_time(tmp_path, run, ran):
+    path = tmp_path / "main.jsonl"
+
+    def meanwhile(r, data_dir, device):
+        with pytest.raises(Refusal, match="another process is writing"):
+            run_each(RECIPES, path, run)
+        return {"recipe": r.identity()}
+
+    run_each(RECIPES[:1], path, meanwhile)
+    assert not ran and len(read_results(path)) == 1
+    run_each(RECIPES[:2], path, run)
+    assert ran == RECIPES[1:2]
+
+
 @pytest.mark.parametrize("cut", [1, 20, 300])
 def test_a_half_written_last_line_is_cut_off_and_run_again(tmp_path, cut, run, ran):
     path = tmp_path / "main.jsonl"

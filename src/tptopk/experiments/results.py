@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from tptopk.experiments.recipes import PAPER, TABLES, Recipe, completed
 from tptopk.experiments.reproduce import commit
+from tptopk.privacy.chain import open_locked
 from tptopk.privacy.methods import method_named
 from tptopk.privacy.refusal import Refusal, check_number
 
@@ -77,14 +79,28 @@ def run_all(
     """Run what is not in its file yet, file by file, so many at a time, and append each run as it ends.
 
     A run that a table of the same folder has under another name, or that is under way for one, is taken from there.
+    Meanwhile no other process runs what these files lack.
     """
     source = commit()  # as it is now, whatever is changed while runs go on
     wanted: list[Job] = []
-    for path in dict.fromkeys(job.path for job in jobs):
-        _prepare(path)
-        of_file = [job for job in jobs if job.path == path]
-        left = pending((job.recipe for job in of_file), path)
-        wanted += sorted((job for job in of_file if job.recipe in left), key=_kinship)
+    with ExitStack() as held:
+        for path in dict.fromkeys(job.path for job in jobs):
+            _prepare(path)
+            of_file = {job.recipe: job for job in jobs if job.path == path}
+            if pending(of_file, path):
+                held.callback(os.close, open_locked(path, os.O_CREAT))
+                wanted += sorted((of_file[r] for r in pending(of_file, path)), key=_kinship)
+        _run(wanted, data_dir, device, on_result, processes, source)
+
+
+def _run(
+    wanted: list[Job],
+    data_dir: str | None,
+    device: str,
+    on_result: Callable[[Job, dict[str, Any]], None],
+    processes: int,
+    source: str | None,
+) -> None:
     finished = {folder: _of_all_tables(folder) for folder in {job.path.parent for job in wanted}}
 
     def keep(job: Job, found: Lines) -> None:
