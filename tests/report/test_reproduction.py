@@ -82,10 +82,12 @@ def test_runs_on_another_device_than_those_they_are_compared_with_are_named(tmp_
     for run in twins:
         run["device"] = "cpu"
     keep(tmp_path, "main", runs)
-    assert (
-        f"{len(twins)} were made on a CPU" in said()
-        and f"On a CPU were: main, Fashion-MNIST, tp-rand ({len(twins)})." in said()
-    )
+    document = said()
+    assert f"made on a CPU, in float32: {len(twins)} of the" in document
+    assert row(document, "Fashion-MNIST", "1", "ours, TP-TopK's recipe")[4].endswith(" †")
+    parts = document.split("**tp-topk − tp-rand")
+    same, other = (part.split("**tp-topk − dp-sgd**")[0] for part in parts[1:])
+    assert "†" not in same and "†" in row(other, "Fashion-MNIST", "1")[2] and "†" not in row(other, "MNIST", "1")[2]
 
 
 def everything(folder: Path) -> None:
@@ -156,6 +158,31 @@ def test_intervals_beside_published_numbers_are_those_of_scipys_welch_test():
     assert ours.interval == pytest.approx((theirs.low, theirs.high))
     assert ours.mean == pytest.approx(one.mean() - two.mean())
     assert unpaired(Spread(1.0, None, 1), Spread(0.5, 0.1, 3)) == Difference(0.5, None, 1)
+
+
+def test_the_papers_differences_have_the_freedom_of_both_its_sides():
+    """Three means of three runs each, as they would be tested with the runs at hand."""
+    one, two = published.Value(71.05, 0.37), published.Value(69.67, 0.41)
+    paper = tables.of_paper(one, two)
+    assert (paper.mean, paper.std) == pytest.approx((1.38, math.hypot(0.37, 0.41)))
+    assert paper.degrees == pytest.approx((0.37**2 + 0.41**2) ** 2 / ((0.37**4 + 0.41**4) / 2))
+    theirs = stats.ttest_ind_from_stats(71.05, 0.37, 3, 69.67, 0.41, 3, equal_var=False)
+    variance, degrees = paper.uncertainty
+    assert 2 * stats.t.sf(1.38 / math.sqrt(variance), degrees) == pytest.approx(theirs.pvalue)
+
+
+def test_a_mean_is_compared_with_the_papers_as_it_prints_it(tmp_path, undrawn):
+    """(98.97 + 98.91 + 98.91) / 3 is 98.93, and a little less in floating point."""
+    runs = [
+        made(r, (98.97, 98.91, 98.91)[r.seed] if r.variant == PAPER else 99.0)
+        for r in recipes.table_main(recipes.quick_recipe)
+        if (r.dataset, r.target_epsilon, r.method) == ("mnist", 8.0, "tp-topk")
+    ]
+    keep(tmp_path, "main", runs)
+    write(tmp_path, tmp_path / "r.md")
+    document = (tmp_path / "r.md").read_text()
+    assert "at or above the paper's in 1 of 1 cells that were run, TP-TopK's in 1 of 1" in document
+    assert "between +0.00 and +0.00" in document and "Cells below the paper's" not in document
 
 
 def test_the_papers_deviations_count_where_they_are_known():
@@ -243,9 +270,9 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
 
     part = document.split("## Active ratios")[1].split("## ")[0]
     columns = row(part, "CIFAR-10", "8", "0.4")
-    assert columns[3:7] == ["81.00 ± 1.00", "82.60 ± 1.10", "82.00 ± 1.00", "83.10 ± 1.10"]
-    assert columns[8:10] == ["+1.10 [+0.85, +1.35]", "higher"]
-    assert columns[11:] == ["+2.10 [+1.85, +2.35]: higher", "+0.50 [+0.50, +0.50]: higher"]
+    assert columns[3:8] == ["81.00 ± 1.00", "82.60 ± 1.10", "–", "82.00 ± 1.00", "83.10 ± 1.10"]
+    assert columns[9:11] == ["+1.10 [+0.85, +1.35]", "higher"]
+    assert columns[12:] == ["+2.10 [+1.85, +2.35]: higher", "+0.50 [+0.50, +0.50]: higher"]
 
     part = document.split("## Was the advice right?")[1].split("## ")[0]
     words = row(part, "CIFAR-10", "8")
@@ -278,17 +305,24 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
         "0",
         "0",
         "9 of 9",
-        "4 / 5 / 0 / 0",
+        "3 / 6 / 0 / 0",
     ]
     assert row(counts, "on-topk − dp-sgd")[2:7] == ["0", "9", "0", "0", "0"]
     assert row(counts, "on-topk − on-rand")[2:8] == ["0", "0", "9", "0", "0", "6 of 9"]
     assert row(counts, "tp-topk (factored score) − dp-sgd")[7:] == ["–", "–"]
-    assert "Of 63 such intervals about 3.2 exclude 0 by chance" in document
+    assert "Of these 63 intervals 54 exclude 0; about 3.2 would by chance" in document
+    assert (
+        "at ε = 1 / 3 / 8, the chosen coordinates hold of the true gradient's energy by the paper score 44.0 / 46.0 / 51.0%"
+        in document
+    )
     assert "with 3 seeds, 2 degrees of freedom" in document
     assert row(document, "MNIST", "1", "tp-topk", "2.9991", "2.9985", "3.2104")[6:] == ["9 + 21", "3.500 / 2.250", "400 of 1,000"]  # fmt: skip
     assert row(document, "`split.jsonl`", "27", "-0.0009")[3:] == ["-0.0006 to -0.0006", "+0.2113 to +0.2113"]
     seconds = 2.0 * (189 + 168 + 27 + 81 + 21) + 5.0 * 9 + 3.0 * 2
-    assert f"Runs of the tables: 495 of 495. Seconds of all runs together: {seconds:,.0f}." in document
+    assert (
+        f"Runs of the tables: 495 of 495, 0 of them taken from another line. Seconds of all runs together: {seconds:,.0f}."
+        in document
+    )
     for target in ("main", "ratio", "split", "medical", "context", "diagnostics"):
         assert f"`tptopk reproduce table-{target} --device cuda`" in document
     for disagreement in published.DISAGREEMENTS:
@@ -331,6 +365,20 @@ def test_which_choices_lie_on_the_edge_is_computed(tmp_path, monkeypatch):
     assert row(found, "CIFAR-10", "1", "tp-topk")[5:7] == ["4", "16 (highest)"]
 
 
+def test_how_close_the_choices_were_is_said():
+    def trial(method: str, rate: float, *measured: float) -> dict[str, Any]:
+        return {"recipe": recipes.quick_recipe("mnist", method, 1.0, 100, learning_rate=rate).identity(), "measured": measured, "seconds": 1.0}  # fmt: skip
+
+    trials = [
+        trial("dp-sgd", 4.0, 90.0, 91.0), trial("dp-sgd", 4.0, 92.0), trial("dp-sgd", 8.0, 91.75),
+        trial("on-rand", 4.0, 90.0), trial("on-rand", 8.0, 89.0), trial("on-topk", 4.0, 90.0),
+    ]  # fmt: skip
+    found = tuned({"tuning": trials, "tuning_range": []})
+    assert "by 0.62 points in the median, and by less than .3 in 1 of 2 choices" in found, (
+        "of .25 and 1; one rate is no choice"
+    )
+
+
 def test_the_stand_in_is_named_wherever_its_figures_appear(tmp_path, undrawn):
     everything(tmp_path / "results")
     write(tmp_path / "results", tmp_path / "r.md")
@@ -357,7 +405,7 @@ def test_without_any_file_every_cell_says_not_run(tmp_path):
     average, counts = document.split("Cell by cell:")
     assert row(average, "tp-topk − tp-rand")[1:] == ["0", "not run", "not run", "–", "–"]
     assert row(counts, "tp-topk − tp-rand")[2:7] == ["0", "0", "0", "0", "9"]
-    assert "Runs of the tables: 0 of 495." in document and "Nothing is chosen yet" in document
+    assert "Runs of the tables: 0 of 495, 0 of" in document and "Nothing is chosen yet" in document
     assert not list(tmp_path.glob("*.png")) and ".png" not in document
 
 

@@ -24,6 +24,7 @@ RATIOS = (0.8, 0.6, 0.4, 0.2, 0.05, 0.01)
 SPLITS = (0.2, 0.3, 0.4)  # E₁/E, and ε₁/ε
 PAPER = "ρ = .40, split (.3, .3)"
 TWIN = "TP-TopK's recipe"  # TP-Rand with all that was tuned for TP-TopK: the two differ in their ranking alone
+OWN = "TP-Rand's own recipe"  # where the two differ in more: both are tuned, each for itself
 TWO_PHASES = "ρ = 1, two phases"  # a control: the phases, noise, learning rates and averaging of TP-TopK, and no coordinate left out
 
 
@@ -145,6 +146,13 @@ def table_main(make: Make = recipe) -> list[Recipe]:
 
 def table_ratio(make: Make = recipe) -> list[Recipe]:
     cells = [(dataset, epsilon) for dataset in ("cifar10", "fmnist") for epsilon in (8.0, 1.0)]
+
+    def of_ratio(dataset: str, epsilon: float, ratio: float, seed: int) -> list[Recipe]:
+        changes = {"active_ratio": ratio, "variant": f"ρ = {ratio:g}"}
+        chosen, own = (make(dataset, method, epsilon, seed, **changes) for method in ("tp-topk", "tp-rand"))
+        chance = matched(make, dataset, epsilon, seed, **changes)
+        return [chosen, chance, *([replace(own, variant=f"ρ = {ratio:g}, {OWN}")] if own != chance else [])]
+
     dense = [make(dataset, "dp-sgd", epsilon, seed, variant="ρ = 1") for dataset, epsilon in cells for seed in SEEDS]
     control = [
         make(dataset, "tp-topk", epsilon, seed, active_ratio=1.0, variant=TWO_PHASES)
@@ -156,11 +164,7 @@ def table_ratio(make: Make = recipe) -> list[Recipe]:
         for dataset, epsilon in cells
         for ratio in RATIOS
         for seed in SEEDS
-        for at_ratio in [{"active_ratio": ratio, "variant": f"ρ = {ratio:g}"}]
-        for recipe in (
-            make(dataset, "tp-topk", epsilon, seed, **at_ratio),
-            matched(make, dataset, epsilon, seed, **at_ratio),
-        )
+        for recipe in of_ratio(dataset, epsilon, ratio, seed)
     ]
 
 

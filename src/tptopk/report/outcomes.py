@@ -28,6 +28,15 @@ class Spread:
     mean: float
     std: float | None  # None for one seed
     seeds: int
+    degrees: float | None = (
+        None  # of freedom of the deviation; one less than there are seeds, unless it is put together from several
+    )
+
+    @property
+    def uncertainty(self) -> tuple[float, float]:
+        """Variance of the mean, and its degrees of freedom; of a mean that has a deviation."""
+        assert self.std is not None
+        return self.std**2 / self.seeds, self.degrees or self.seeds - 1
 
     def words(self, digits: int = 2, of: int | None = None) -> str:
         """`97.50 ± 0.12`, and how many seeds where not all `of` them are there."""
@@ -103,10 +112,16 @@ def unpaired(own: Spread, other: Spread) -> Difference:
     gap, sides = own.mean - other.mean, (own, other)
     if any(not side.std for side in sides):
         return Difference(gap, None, own.seeds)
-    parts = [(side.std or 0.0) ** 2 / side.seeds for side in sides]  # of the variance
-    freedom = sum(parts) ** 2 / sum(part**2 / (side.seeds - 1) for part, side in zip(parts, sides, strict=True))
-    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(sum(parts))
+    variance, freedom = together(side.uncertainty for side in sides)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, freedom)) * math.sqrt(variance)
     return Difference(gap, (gap - half, gap + half), own.seeds)
+
+
+def together(uncertainties: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """Variance and degrees of freedom of a sum or difference of independent means (Welch and Satterthwaite)."""
+    parts = list(uncertainties)
+    variance = sum(part for part, _ in parts)
+    return variance, variance**2 / sum(part**2 / freedom for part, freedom in parts)
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,11 @@ class Outcomes:
             found[run["recipe"]["seed"]] = float(run[measure])
         return found
 
+    def other_device(self, **wanted: Any) -> bool:
+        """Whether some of these runs were made on a CPU, in a file that also has runs made on a GPU."""
+        on_cpu = [run.get("device") == "cpu" for run in self.select(**wanted)]
+        return any(on_cpu) and any(run.get("device", "cpu") != "cpu" for run in self.runs)
+
     def variants(self, method: str) -> list[str]:
         """Of a method, beside the paper's setting, in the order of the file."""
         named = [run["recipe"]["variant"] for run in self.select(method=method)]
@@ -150,23 +170,31 @@ class Outcomes:
 
 def read(folder: Path, name: str, *, quick: bool = False) -> Outcomes:
     """A table's results file: the newest line of each run, without those of outdated recipes."""
-    cells = recipes.TABLES[name](recipes.quick_recipe)
-    seeds = 1 if quick else len(recipes.SEEDS)
-    expected = {_cell(r.identity()) for r in cells if r.seed in recipes.SEEDS[:seeds]}
     try:
-        known = [_plain(r.identity()) for r in recipes.table_named(name, quick)]
+        table = recipes.table_named(name, quick)
+        known = [_plain(r.identity()) for r in table]
     except Refusal:  # nothing is tuned yet: any run of a cell counts
-        known = None
+        table, known = recipes.TABLES[name](recipes.quick_recipe), None
+    expected = {_cell(r.identity()) for r in table}
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    outdated = 0
+    outdated = []
     for run in read_results(folder / f"{name}.jsonl"):
         run = {**run, "recipe": {**run["recipe"], "score": run.get("score", run["recipe"].get("score"))}}
+        if name != "diagnostics" and "plan" not in run:
+            raise Refusal(f"a run of {name}.jsonl has no plan: {json.dumps(run['recipe'])[:200]}")
         cell = _cell(run["recipe"])
         if cell in expected and known is not None and _plain(run["recipe"]) not in known:
-            outdated += 1
+            outdated.append(_unnamed(run))
         else:
             found[*cell, run["recipe"].get("score")] = {**run, "extra": cell not in expected}
-    return Outcomes(name, list(found.values()), len(expected), seeds, outdated)
+    shown = [_unnamed(run) for run in found.values()]
+    seeds = 1 if quick else len(recipes.SEEDS)
+    return Outcomes(name, list(found.values()), len(expected), seeds, sum(each not in shown for each in outdated))
+
+
+def _unnamed(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What was run, whatever a table calls it."""
+    return {**_plain(run["recipe"]), "variant": ""}
 
 
 def _cell(recipe: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -158,6 +158,22 @@ def _best_ratio(ratio: Outcomes, where: dict[str, Any]) -> str:
 # ---- Diagnostics -----------------------------------------------------------------------------------------------------
 
 
+def why(diagnostics: Outcomes) -> str:
+    """What supports hold at the end of a warm-up, which bounds what choosing them can give."""
+    parts = []
+    for score in sorted({run["score"] for run in diagnostics.runs}, key=lambda name: name != "paper"):
+        held = [spread(diagnostics.values("oracle", score=score, target_epsilon=e)) for e in recipes.EPSILONS]
+        means = [f"{100 * found.mean:.1f}" for found in held if found is not None]
+        parts.append(f"by the {score} score {' / '.join(means)}%")
+    if not parts:
+        return ""
+    chance = 100 * mean(run["random"] for run in diagnostics.runs)
+    return (
+        f"What a support can give is bounded by what it holds. At the end of the warm-up, on CIFAR-10 at ε = {' / '.join(f'{e:g}' for e in recipes.EPSILONS)}, the chosen coordinates hold of the true gradient's energy "
+        f"{', '.join(parts)}; a random choice of as many, {chance:.1f}% (Quality of supports, below)."
+    )
+
+
 def diagnostics_table(diagnostics: Outcomes) -> str:
     if not diagnostics.runs:
         return f"{NOT_RUN}."

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
-from tptopk.report.outcomes import LEVEL, Difference, Outcomes, Spread, averaged, paired, spread, unpaired
+from tptopk.report.outcomes import LEVEL, Difference, Outcomes, Spread, averaged, paired, spread, together, unpaired
 
 NAMES = {
     "mnist": "MNIST",
@@ -19,6 +19,7 @@ NAMES = {
     "pneumoniamnist": "PneumoniaMNIST (stand-in for EyePACS)",
 }
 NOT_RUN = "not run"
+ON_CPU = " †"  # some of the runs behind a number were made on another device than most
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -30,21 +31,33 @@ def cell(outcomes: Outcomes, measure: str = "accuracy", digits: int = 2, scale: 
     """Mean ± std of one cell over its seeds, or that it was not run."""
     values = {seed: scale * value for seed, value in outcomes.values(measure, **wanted).items()}
     found = spread(values)
-    return NOT_RUN if found is None else found.words(digits, outcomes.seeds)
+    return NOT_RUN if found is None else found.words(digits, outcomes.seeds) + mark(outcomes, wanted)
+
+
+def mark(outcomes: Outcomes, *sides: dict[str, Any]) -> str:
+    return ON_CPU if any(outcomes.other_device(**wanted) for wanted in sides) else ""
 
 
 def of_paper(one: published.Value, other: published.Value) -> Spread:
     """The difference of two of the paper's means, whose runs are not paired."""
-    std = math.hypot(one.std, other.std) if one.std and other.std else None
-    return Spread(one.mean - other.mean, std, published.SEEDS)
+    return _put_together(one.mean - other.mean, [Spread(v.mean, v.std, published.SEEDS) for v in (one, other)], 1.0)
 
 
-def judged(difference: Difference | None, paper: Spread | None, digits: int = 2) -> list[str]:
+def _put_together(mean: float, sides: Sequence[Spread], scale: float) -> Spread:
+    """`mean`, with the uncertainty of the scaled sum or difference of several, each of which varies for itself."""
+    if not all(side.std for side in sides):
+        return Spread(mean, None, published.SEEDS)
+    variance, degrees = together(side.uncertainty for side in sides)
+    return Spread(mean, scale * math.sqrt(published.SEEDS * variance), published.SEEDS, degrees)
+
+
+def judged(difference: Difference | None, paper: Spread | None, digits: int = 2, marked: str = "") -> list[str]:
     """Difference with interval, verdict, the paper's difference, and whether it was reproduced."""
     theirs = "–" if paper is None else f"{paper.mean:+.{digits}f}"
     if difference is None:
         return [NOT_RUN, NOT_RUN, theirs, "–" if paper is None else NOT_RUN]
-    return [difference.words(digits), difference.verdict, theirs, "–" if paper is None else difference.agrees(paper)]
+    agrees = "–" if paper is None else difference.agrees(paper)
+    return [difference.words(digits) + marked, difference.verdict, theirs, agrees]
 
 
 JUDGED = ("ours [95% interval]", "verdict", "the paper's", "reproduced")
@@ -85,19 +98,19 @@ def comparisons(main: Outcomes) -> list[Comparison]:
 Cell = tuple[str, float]  # dataset, ε
 
 
-def sides(main: Outcomes, comparison: Comparison) -> dict[Cell, tuple[dict[int, float], dict[int, float]]]:
-    """The accuracies, by seed, of the two that are compared."""
-    one, other = ((comparison.method, comparison.variant), (comparison.other, comparison.other_variant))
+def sides(comparison: Comparison) -> dict[Cell, tuple[dict[str, Any], dict[str, Any]]]:
+    """Which runs are compared, cell by cell."""
+    two = ((comparison.method, comparison.variant), (comparison.other, comparison.other_variant))
 
-    def of(cell: Cell, method: str, variant: str) -> dict[int, float]:
-        return main.values(dataset=cell[0], target_epsilon=cell[1], method=method, variant=variant)
+    def of(cell: Cell, method: str, variant: str) -> dict[str, Any]:
+        return {"dataset": cell[0], "target_epsilon": cell[1], "method": method, "variant": variant}
 
     cells = [(dataset, epsilon) for dataset in recipes.DATASETS for epsilon in recipes.EPSILONS]
-    return {cell: (of(cell, *one), of(cell, *other)) for cell in cells}
+    return {cell: (of(cell, *two[0]), of(cell, *two[1])) for cell in cells}
 
 
 def differences(main: Outcomes, comparison: Comparison) -> dict[Cell, Difference | None]:
-    return {cell: paired(*pair) for cell, pair in sides(main, comparison).items()}
+    return {cell: paired(*(main.values(**wanted) for wanted in two)) for cell, two in sides(comparison).items()}
 
 
 def main_accuracy(main: Outcomes) -> str:
@@ -122,10 +135,14 @@ def main_accuracy(main: Outcomes) -> str:
 def main_differences(main: Outcomes) -> str:
     parts = []
     for comparison in comparisons(main):
-        found = differences(main, comparison)
+        two = sides(comparison)
         rows = [
-            [NAMES[dataset], f"{epsilon:g}", *judged(difference, comparison.paper(dataset, epsilon))]
-            for (dataset, epsilon), difference in found.items()
+            [
+                NAMES[dataset],
+                f"{epsilon:g}",
+                *judged(found, comparison.paper(dataset, epsilon), marked=mark(main, *two[dataset, epsilon])),
+            ]
+            for (dataset, epsilon), found in differences(main, comparison).items()
         ]
         parts += [f"**{comparison.label}**", table(["dataset", "ε", *JUDGED], rows)]
     return "\n\n".join(parts)
@@ -135,9 +152,8 @@ def main_average(main: Outcomes) -> str:
     """Each comparison averaged over the cells in which all seeds of both sides were run, beside the paper's over the same cells."""
     rows = []
     for comparison in comparisons(main):
-        whole = {
-            cell: pair for cell, pair in sides(main, comparison).items() if all(len(s) == main.seeds for s in pair)
-        }
+        pairs = {cell: [main.values(**wanted) for wanted in two] for cell, two in sides(comparison).items()}
+        whole = {cell: (a, b) for cell, (a, b) in pairs.items() if len(a) == len(b) == main.seeds}
         papers = [paper for cell in whole if (paper := comparison.paper(*cell))]
         theirs = _mean_of(papers) if papers else None
         rows.append([comparison.label, str(len(whole)), *judged(averaged(whole.values()), theirs)])
@@ -145,22 +161,20 @@ def main_average(main: Outcomes) -> str:
 
 
 def _mean_of(papers: Sequence[Spread]) -> Spread:
-    """Of published means, taken to vary each for itself."""
-    count = len(papers)
-    std = math.hypot(*(p.std for p in papers if p.std)) / count if all(p.std for p in papers) else None
-    return Spread(sum(p.mean for p in papers) / count, std, published.SEEDS)
+    return _put_together(sum(p.mean for p in papers) / len(papers), papers, 1 / len(papers))
 
 
 def main_summary(main: Outcomes) -> str:
     """How many cells say what, one line a comparison."""
     rows = []
-    intervals = 0
+    intervals = seen = 0
     for comparison in comparisons(main):
         found = differences(main, comparison)
         verdicts = Counter(NOT_RUN if d is None else d.verdict for d in found.values())
         theirs = [(comparison.paper(*place), d) for place, d in found.items()]
         agreed = Counter(d.agrees(p).split(":")[0].split(";")[0] for p, d in theirs if d is not None and p is not None)
         intervals += sum(d is not None and d.interval is not None for d in found.values())
+        seen += verdicts["higher"] + verdicts["lower"]
         in_paper = [p for p, _ in theirs if p is not None]
         rows.append(
             [
@@ -180,18 +194,25 @@ def main_summary(main: Outcomes) -> str:
     head = ["comparison", "cells", "higher", "lower", "no difference seen", "one seed", NOT_RUN]
     text = table([*head, "higher in the paper", "reproduced: yes / in direction / undecided / no"], rows)
     if intervals:
-        text += f"\n\nOf {intervals} such intervals about {(1 - LEVEL) * intervals:.1f} exclude 0 by chance alone when nothing differs."
+        text += f"\n\nOf these {intervals} intervals {seen} exclude 0; about {(1 - LEVEL) * intervals:.1f} would by chance alone if nothing differed."
     levels = [
-        (own.mean, published.MAIN[dataset, epsilon, method].mean)
+        (method, rounded(own.mean) - published.MAIN[dataset, epsilon, method].mean)
         for dataset, epsilon, method in published.MAIN
         if (own := spread(main.values(dataset=dataset, target_epsilon=epsilon, method=method, variant=PAPER)))
     ]
     if levels:
+        gaps = [gap for _, gap in levels]
+        chosen = [gap for method, gap in levels if method == "tp-topk"]
         text += (
-            f"\n\nAccuracy itself: our mean is at or above the paper's in {sum(a >= b for a, b in levels)} of {len(levels)} cells that were run; "
-            f"ours − the paper's lies between {min(a - b for a, b in levels):+.2f} and {max(a - b for a, b in levels):+.2f} points."
+            f"\n\nAccuracy itself: our mean is at or above the paper's in {sum(gap > -0.005 for gap in gaps)} of {len(levels)} cells that were run, TP-TopK's in "
+            f"{sum(gap > -0.005 for gap in chosen)} of {len(chosen)}; ours − the paper's lies between {min(gaps):+.2f} and {max(gaps):+.2f} points."
         )
     return text
+
+
+def rounded(accuracy: float) -> float:
+    """As the paper prints it, with which it is compared."""
+    return round(accuracy, 2)
 
 
 def below_the_paper(main: Outcomes) -> str:
@@ -201,7 +222,7 @@ def below_the_paper(main: Outcomes) -> str:
         where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
         for variant in [PAPER, *(main.variants(method))]:
             own = spread(main.values(method=method, variant=variant, **where))
-            if own is None or own.mean >= paper.mean:
+            if own is None or rounded(own.mean) >= paper.mean:
                 continue
             gap = unpaired(own, Spread(paper.mean, paper.std, published.SEEDS))
             levels = {
@@ -255,15 +276,22 @@ def ratio_table(ratio: Outcomes) -> str:
                     [
                         NAMES[dataset], f"{epsilon:g}", f"{value:g}", cell(ratio, method="dp-sgd", **where),
                         cell(ratio, variant=recipes.TWO_PHASES, **where),
+                        _own_recipe(ratio, value, where),
                         *(cell(ratio, method=method, **own) for method in ("tp-rand", "tp-topk")),
                         "–" if paper is None else f"{paper[0]:.2f} / {paper[1]:.2f}",
-                        *judged(gap, theirs)[:3],
+                        *judged(gap, theirs, marked=mark(ratio, own))[:3],
                         *(NOT_RUN if each is None else f"{each.words()}: {each.verdict}" for each in over),
                     ]
                 )  # fmt: skip
             notes += _trend(dataset, epsilon, gaps, averaged(whole))
-    head = ["dataset", "ε", "ρ", "dp-sgd (ρ = 1)", "control (ρ = 1)", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd", "tp-topk − control"]  # fmt: skip
+    head = ["dataset", "ε", "ρ", "dp-sgd (ρ = 1)", "control (ρ = 1)", "tp-rand, its own recipe", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd", "tp-topk − control"]  # fmt: skip
     return table(head, rows) + "".join(f"\n\n{note}" for note in notes)
+
+
+def _own_recipe(ratio: Outcomes, value: float, where: dict[str, Any]) -> str:
+    """TP-Rand by its own recipe, where that differs from the one that is compared."""
+    variant = f"ρ = {value:g}, {recipes.OWN}"
+    return cell(ratio, variant=variant, **where) if ratio.select(variant=variant, **where) else "–"
 
 
 def _trend(dataset: str, epsilon: float, gaps: dict[float, Difference | None], average: Difference | None) -> list[str]:

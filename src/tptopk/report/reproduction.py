@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
 from tptopk.experiments.results import read_results
+from tptopk.gradients.precision import SLACK
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.refusal import Refusal
 from tptopk.report import paper_context as others
@@ -91,6 +91,7 @@ def document(
         tables.main_average(main),
         "Cell by cell:",
         tables.main_summary(main),
+        others.why(found["diagnostics"]),
         "## How to read it",
         _how(found),
         "## Which runs are there",
@@ -107,8 +108,8 @@ def document(
             "The paper has ε = 8 and ρ from .2 to .8, one seed; the rows at ε = 1, ρ = .05, ρ = .01 and the dense ones are further. "
             "TP-TopK differs from DP-SGD by more than its support: two phases of different noise, a second learning rate, averaged weights, each as tuned. "
             "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support. "
-            "TP-Rand has TP-TopK's recipe wherever its own has other steps, noise or learning rates; where these are equal it has its own, which may "
-            "differ in how weights are averaged.",
+            "TP-Rand is run with TP-TopK's recipe where its own has other steps, noise or learning rates, so that the two differ in their ranking alone; its own recipe stands beside it there. Elsewhere it "
+            "has its own, which differs at most in how weights are averaged.",
             tables.ratio_table(found["ratio"]),
         ),
         "## Was the advice right?",
@@ -137,12 +138,14 @@ def document(
         f"`tptopk reproduce figure-pipeline{option(main)}`, from the numbers of one run in `main.jsonl`.",
         picture("pipeline", "The two phases with the numbers of a run"),
         "## Privacy of these runs",
+        "ε is for one record, which is there or contributes nothing (zero-out), at δ = 1e-5. It covers a run with its two queries for channel statistics (and SA-DP-SGD's questions of the loss). It does "
+        "not cover the trials of learning rates: these data are public. On private records each trial would cost its own ε.",
         "ε of each cell, the largest over its runs: by privacy loss distributions (dp-accounting), by the project's own accountant, and by RDP, which the paper uses. "
         "Noise is set so that the first meets the target.",
         _accounting(main),
         _accountants(found),
         "## Tuning",
-        tuned(tuning),
+        "Nothing was tuned for a quick run." if quick else tuned(tuning),
         "## Where the paper disagrees with itself",
         "\n".join(f"- {item}" for item in published.DISAGREEMENTS),
         "## Left out, and what differs",
@@ -160,7 +163,8 @@ def _took(main: Outcomes) -> str:
     minutes = sum(run["seconds"] / run.get("processes", PROCESSES) for run in own) / 60
     return (
         f" The {len(own)} runs of the five methods' own recipes that were made on a GPU took {sum(run['seconds'] for run in own):,.0f} s, each "
-        f"process counting its own: they were made by {at_a_time} processes at a time on one GPU, and divided by that it is {minutes:.0f} minutes. "
+        f"process counting its own: they were made by {at_a_time} processes at a time on one GPU"
+        f"{'' if all('processes' in run for run in own) else ' (what does not say how many, by two)'}, and divided by that it is {minutes:.0f} minutes. "
         "Loading, features and the calibration of noise are not in that, and time by the clock was not kept."
     )
 
@@ -184,15 +188,14 @@ def _how(found: Mapping[str, Outcomes]) -> str:
 
 
 def _on_other_devices(found: Mapping[str, Outcomes]) -> list[str]:
-    """Which runs were made on a CPU, where others that they are compared with were not."""
-    runs = [(name, run) for name in ("main", "ratio", "context") for run in found[name].runs]
-    on_cpu = Counter((name, run["dataset"], run["method"]) for name, run in runs if run.get("device") == "cpu")
-    if not 0 < on_cpu.total() < len(runs):
+    """How many runs were made on a CPU, where others that they are compared with were not."""
+    runs = [run for name in ("main", "ratio", "context") for run in found[name].runs]
+    on_cpu = sum(run.get("device") == "cpu" for run in runs)
+    if not 0 < on_cpu < len(runs):
         return []
-    listed = "; ".join(f"{name}, {NAMES[data]}, {method} ({count})" for (name, data, method), count in on_cpu.items())
     return [
-        f"Of the {len(runs)} runs of the tables of methods, ratios and context {on_cpu.total()} were made on a CPU, in float32, and the others on a GPU, in tf32 and by an older torch; clips differ by two parts "
-        f"in a thousand between these. On a CPU were: {listed}."
+        f"{tables.ON_CPU.strip()} marks numbers behind which some runs were made on a CPU, in float32: {on_cpu} of the {len(runs)} runs of the tables of methods, ratios and context. The others "
+        f"were made on a GPU, in tf32 and by an older torch, where gradients are clipped to {SLACK['tf32']:.1%} less."
     ]
 
 
@@ -205,11 +208,12 @@ def _state(found: Mapping[str, Outcomes], tuning: Mapping[str, list[dict[str, An
         rows.append([f"`{name}.jsonl`", str(len(runs)), f"{_seconds(runs):,.0f}", "–", "–"])
     total = sum(o.seconds for o in found.values()) + sum(_seconds(runs) for runs in tuning.values())
     runs = [run for o in found.values() for run in o.runs]
+    shared = sum("taken_from" in run for run in runs)
     versions = sorted({f"{name} {version}" for run in runs for name, version in run.get("versions", {}).items()})
     return "\n\n".join(
         [
             table(["file", "runs", "seconds", "device", "commit"], rows),
-            f"Runs of the tables: {sum(o.there for o in found.values())} of {sum(o.wanted for o in found.values())}. Seconds of all runs together: {total:,.0f}."
+            f"Runs of the tables: {sum(o.there for o in found.values())} of {sum(o.wanted for o in found.values())}, {shared} of them taken from another line. Seconds of all runs together: {total:,.0f}."
             + (f" Software: {', '.join(versions)}." if versions else ""),
         ]
     )
@@ -280,7 +284,7 @@ def _left_out() -> str:
         "mirror are one example, in training and in testing (the PneumoniaMNIST stand-in's figures too).",
         "AUTO-S, SA-DP-SGD and random sparsification have the learning rate, epochs and averaging that were tuned for the method they change (DP-SGD, "
         "DP-SGD, ON-Rand), and were not tuned themselves. Wide residual networks are only quoted.",
-        "Data: MNIST, Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) were had packed anew, not as the files whose checksums are published; sizes, classes, means and "
+        "Data: MNIST, Fashion-MNIST, CIFAR-10 and PneumoniaMNIST (the stand-in) came packed anew, not as the files whose checksums are published; sizes, classes, means and "
         "deviations were compared with the published ones. The training images of Fashion-MNIST were in another order than in its files (a fixed "
         "shuffle), so that those held out for tuning are others than its last ones. New runs say the digest of what they read.",
         "The paper accounts by RDP; here noise is set by privacy loss distributions, which is less noise for the same ε. The RDP value of every cell "
