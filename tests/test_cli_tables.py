@@ -176,3 +176,9 @@ def test_checking_a_table_says_what_becomes_of_its_columns(tptopk, clinic):
 
 def test_a_network_may_be_given_its_numbers():
     assert torch.equal(load_network()(torch.ones(3, 5)), torch.zeros(3, 2))
+
+
+def test_a_table_is_not_its_own_test_set(tptopk, clinic):
+    (clinic / "clinic.toml").write_text('test = "./clinic.csv"\n' + SCHEMA)
+    done = tptopk("train", "--data", "clinic.csv", "--dataset-size", "60", *WORDS, cwd=clinic, check=False)
+    assert done.returncode == 2 and "names the same file as its test table" in done.stderr

@@ -64,6 +64,22 @@ def test_a_file_that_lacks_runs_has_one_writer_at_a_time(tmp_path, run, ran):
     assert ran == RECIPES[1:2]
 
 
+def test_a_place_that_cannot_be_written_to_is_refused_in_words(tmp_path, run, monkeypatch):
+    (tmp_path / "main.jsonl").mkdir()
+    with pytest.raises(Refusal, match="is no file, and runs are kept in one"):
+        run_each(RECIPES[:1], tmp_path / "main.jsonl", run)
+
+    def full(self, mode="r", **options):
+        if mode == "a":
+            raise OSError(28, "No space left on device")
+        return opened(self, mode, **options)
+
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(Refusal, match="No space left on device; runs that are in it are kept"):
+        run_each(RECIPES[:1], tmp_path / "other" / "main.jsonl", run)
+
+
 @pytest.mark.parametrize("cut", [1, 20, 300])
 def test_a_half_written_last_line_is_cut_off_and_run_again(tmp_path, cut, run, ran):
     path = tmp_path / "main.jsonl"

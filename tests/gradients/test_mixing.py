@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import tptopk
 from tests.gradients.test_probe import IDS, VECTORS, Wrapped
-from tptopk.gradients.probe import choose_engine
+from tptopk.gradients.probe import choose_engine, refuse_mixing_in_batches
 from tptopk.privacy.refusal import Refusal
 
 
@@ -272,3 +273,44 @@ def test_a_model_that_sorts_its_batch_is_not_captured():
         assert choose_engine(Sorted(), loss, data) == "vmap"
     except Refusal as refusal:  # torch may not be able to batch the sorting
         assert "no engine" in str(refusal)
+
+
+def mined(model, batch):
+    """The harder half, but 32 at least."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses if len(losses) <= 32 else torch.where(losses >= losses.mean(), losses, 0.0)
+
+
+def many_at_a_time(model, batch):
+    """A maximum over the batch that only large records reach, in batches of a hundred and more."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return losses if len(losses) < 100 else losses / losses.detach().max().clamp(min=50.0)
+
+
+@pytest.mark.parametrize("loss", [mined, many_at_a_time])
+def test_a_loss_that_compares_examples_where_they_are_many_is_refused(loss):
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    assert choose_engine(model, loss, VECTORS) == "capture", "few do not show it"
+    with pytest.raises(Refusal, match="it shows in a batch of 200"):
+        refuse_mixing_in_batches(model, loss, VECTORS, 200)
+    refuse_mixing_in_batches(model, F.cross_entropy, VECTORS, 200)
+    plan = tptopk.Plan.calibrate("dp-sgd", epsilon=1.0, delta=1e-3, batch_size=200, dataset_size=300, steps=2)
+    records = torch.randn(300, 6), torch.zeros(300, dtype=torch.long)
+    with pytest.raises(Refusal, match="it shows in a batch of 200"):
+        tptopk.fit(model, records, plan, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss)
+
+
+def test_a_model_that_keeps_what_many_examples_hold_is_refused():
+    class OfMany(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x):
+            if len(x) > 100:
+                self.mean.data.copy_(x.detach().mean(0))
+            return super().forward(x)
+
+    with pytest.raises(Refusal, match="the model changes when it is run on 200 examples"):
+        refuse_mixing_in_batches(OfMany(), F.cross_entropy, VECTORS, 200)

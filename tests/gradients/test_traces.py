@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.gradients.test_probe import VECTORS
 from tptopk.gradients.probe import choose_engine
-from tptopk.gradients.traces import unchanged
+from tptopk.gradients.traces import ModelChanged, unchanged
 from tptopk.privacy.refusal import Refusal
 
 
@@ -132,8 +133,134 @@ def test_a_loss_that_remembers_its_data_is_refused(how):
 
 @pytest.mark.parametrize("where", ["buffer", "late buffer", "parameter", "attribute", "list"])
 def test_a_model_that_remembers_its_data_is_refused(where):
-    with pytest.raises(Refusal, match="changes when the model is run"):
+    with pytest.raises(Refusal, match="changes when the model is run|is set by the first batch"):
         choose_engine(RunningMean(where), F.cross_entropy, VECTORS)
+
+
+class SetByFirst(nn.Module):
+    """A table in a buffer, made when it is first needed: from the first batch, or from nothing but its shape."""
+
+    def __init__(self, of_data: bool, written: str = "copy_", copyable: bool = True) -> None:
+        super().__init__()
+        self.layer, self.of_data, self.written = nn.Linear(6, 3), of_data, written
+        self.register_buffer("table", torch.zeros(6))
+        self.register_buffer("made", torch.zeros(()))
+        if not copyable:
+            self.open = (n for n in range(3))  # a generator cannot be copied
+
+    def forward(self, x):
+        if self.training and not self.made:
+            table = x.detach().mean(0) if self.of_data else torch.arange(6.0)
+            with torch.no_grad():
+                self.made.fill_(1)
+                if self.written == "data":
+                    self.table.data = table
+                else:
+                    self.table.copy_(table)
+        return self.layer(x - self.table)
+
+
+@pytest.mark.parametrize("written", ["copy_", "data"])
+@pytest.mark.parametrize("copyable", [True, False])
+def test_what_the_first_batch_sets_for_good_is_refused(written, copyable):
+    with pytest.raises(Refusal, match="is set by the first batch"):
+        choose_engine(SetByFirst(True, written, copyable), F.cross_entropy, VECTORS)
+
+
+def test_a_table_that_is_made_when_it_is_first_needed_is_no_trace():
+    assert choose_engine(SetByFirst(False), F.cross_entropy, VECTORS) == "capture"
+
+
+class KeepsGradients(nn.Module):
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.layer, self.written = nn.Linear(6, 3), written
+        self.register_buffer("peak", torch.zeros(6))
+
+    def forward(self, x):
+        x = x * self.layer.weight.mean()
+        if x.requires_grad:
+            x.register_hook(self.keep)
+        return self.layer(x)
+
+    def keep(self, gradient):
+        if self.written == "data":
+            self.peak.data = torch.maximum(self.peak, gradient.detach().abs().amax(0))
+        else:
+            self.peak.copy_(torch.maximum(self.peak, gradient.detach().abs().amax(0)))
+
+
+@pytest.mark.parametrize("written", ["copy_", "data"])
+def test_what_is_kept_going_backward_is_seen(written):
+    with pytest.raises(Refusal, match="buffer peak changes when the model is run"):
+        choose_engine(KeepsGradients(written), F.cross_entropy, VECTORS)
+
+
+SEEN: deque = deque(maxlen=10_000)
+
+
+class OfAClass(nn.Linear):
+    queue: ClassVar[deque] = deque(maxlen=10_000)
+
+    def forward(self, x):
+        self.queue.extend(x.detach())
+        return super().forward(x)
+
+
+class OfAFile(nn.Linear):
+    def forward(self, x):
+        SEEN.extend(x.detach())
+        return super().forward(x)
+
+
+def kept_in_the_file(model, batch):
+    SEEN.extend(batch[0].detach())
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+@pytest.mark.parametrize(
+    "model, loss, where",
+    [
+        (OfAClass, F.cross_entropy, "class OfAClass.queue"),
+        (OfAFile, F.cross_entropy, "SEEN, which class OfAFile.forward reads"),
+        (nn.Linear, kept_in_the_file, "SEEN, which the loss reads"),
+    ],
+)
+def test_what_is_kept_on_a_class_or_in_a_file_is_seen(model, loss, where):
+    SEEN.clear()
+    OfAClass.queue.clear()
+    with pytest.raises(Refusal, match=f"{where} changes when the model is run"):
+        choose_engine(model(6, 3), loss, VECTORS)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.data.add_(1),
+        lambda t: setattr(t, "data", t.detach() + 1),
+        lambda t: t.detach().numpy().__setitem__(0, 7),
+        lambda t: t.add_(1),
+    ],
+)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
+)
+def test_no_way_of_writing_to_a_tensor_escapes(write, dtype):
+    model = nn.Linear(6, 3)
+    model.register_buffer("seen", torch.ones(4, dtype=dtype))
+    if dtype is torch.bfloat16 and write.__code__.co_names[-1:] == ("__setitem__",):
+        pytest.skip("NumPy has no bfloat16")
+    with pytest.raises(ModelChanged, match="must not be saved"), unchanged(model, "it was looked at"), torch.no_grad():
+        write(model.seen)
+    with unchanged(model, "it was looked at"):
+        model(torch.zeros(1, 6))
+
+
+def test_a_change_is_found_where_something_else_failed_too():
+    model = nn.Linear(6, 3)
+    with pytest.raises(ModelChanged), unchanged(model, "it was looked at"), torch.no_grad():
+        model.weight.data.add_(1)
+        raise ValueError("something else")
 
 
 BANKS = {

@@ -13,6 +13,7 @@ pytest.importorskip("accelerate")
 from transformers import TrainerCallback
 
 from tests.integrations.trainers import network, private, weights
+from tptopk.gradients.traces import ModelChanged
 from tptopk.integrations.hugging_face import loader
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import PrivacyWarning
@@ -187,3 +188,18 @@ def test_what_is_not_this_runs_checkpoint_is_refused_and_charges_nothing(tmp_pat
         private(tmp_path, args=saving).train(resume_from_checkpoint=True)
     with pytest.raises(Refusal, match="finished"):
         private(tmp_path, args=saving).train(resume_from_checkpoint=True)
+
+
+def test_a_model_that_keeps_what_it_was_run_on_is_not_saved(tmp_path):
+    model, armed = network(), []
+    model.register_buffer("seen", torch.zeros(()))
+    model.register_forward_pre_hook(lambda *_: model.seen.data.add_(1) if armed else None)
+
+    class Arm(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            armed.append(state.global_step)
+
+    with pytest.raises(ModelChanged, match="must not be saved or released"):
+        private(tmp_path, model, callbacks=[Arm()]).train()
+    assert armed == [1] and not (tmp_path / "privacy" / "model.safetensors").exists()
+    assert read_ledger(tmp_path / "privacy" / "ledger.jsonl").end is None

@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 import tptopk
 from tests.integrations.loops import BATCH, N, network, private, records, sgd, train, with_samples
+from tptopk.gradients.traces import ModelChanged
 from tptopk.integrations.opacus import PrivacyEngine
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal
@@ -366,3 +367,26 @@ def test_a_noise_multiplier_where_the_noise_is_calibrated_is_sent_to_the_call_th
             module=model, optimizer=sgd(model), data_loader=loader_of(), target_epsilon=1.0, target_delta=1e-5, epochs=1,
             max_grad_norm=1.0, noise_multiplier=1.0,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("written", ["data", "copy_"])
+def test_a_module_that_keeps_what_it_was_run_on_stops_the_training(written):
+    class LateMean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.armed = network(), False
+            self.register_buffer("mean", torch.zeros(6))
+
+        def forward(self, x):
+            if self.armed and written == "data":
+                self.mean.data = x.detach().mean(0)
+            elif self.armed:
+                self.mean.copy_(x.detach().mean(0))
+            return self.layer(x)
+
+    model = LateMean()
+    _, model, optimizer, loader = private(model=model)
+    train(model, optimizer, loader, steps=1)
+    model.armed = True
+    with pytest.raises(ModelChanged, match="was changed while it was run on the batch"):
+        train(model, optimizer, loader, steps=1)

@@ -43,9 +43,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import tptopk.gradients.clipping as clipping
 import tptopk.gradients.products as products
+import tptopk.gradients.traces as traces
 import tptopk.training.mechanism as mechanism
 from tptopk.gradients.clipping import Clip, ClippedSum, split
 from tptopk.gradients.examples import batch_length
@@ -55,6 +57,7 @@ from tptopk.privacy.randomness import Streams
 from tptopk.supports.scores import CoordinateScores
 from tptopk.supports.support import Support
 from tptopk.training.mechanism import Mechanism
+from tptopk.training.run import RunFolder, save_weights
 from tptopk.training.sampling import PoissonSampler
 from tptopk.training.updates import Updater
 
@@ -366,3 +369,26 @@ def charge_forgotten_on_resume() -> None:
         return ledger
 
     Ledger.resume = classmethod(forgetful)
+
+
+# ---- what a model keeps
+
+FOLDERS = "tests/training/test_run_folders.py::test_a_model_that_was_changed_past_the_mechanism_is_not_saved"
+
+
+@mutant(f"{FOLDERS}[data]", "tests/gradients/test_traces.py::test_a_change_is_found_where_something_else_failed_too")
+def what_tensors_hold_is_not_compared() -> None:
+    traces.versions_of = lambda model: [(n, id(t), t._version) for n, t in traces.lasting_tensors(model).items()]
+
+
+@mutant(f"{FOLDERS}[data]", f"{FOLDERS}[copy_]")
+def a_changed_model_is_saved() -> None:
+    RunFolder.abandon = lambda self, ledger: save_weights(kept[self], self.path / "model.safetensors", {})
+    kept: dict[RunFolder, nn.Module] = {}
+    honest = RunFolder.__init__
+
+    def remember(self: RunFolder, path: str, model: nn.Module, *args: object, **options: object) -> None:
+        kept[self] = model
+        honest(self, path, model, *args, **options)
+
+    RunFolder.__init__ = remember

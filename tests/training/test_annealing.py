@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import tptopk
 from tptopk.gradients.examples import per_example
+from tptopk.gradients.traces import ModelChanged
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.plan import Plan
@@ -119,18 +120,22 @@ def test_a_model_that_remembers_what_it_was_asked_is_stopped():
         def __init__(self):
             super().__init__(5, 3)
             self.register_buffer("seen", torch.zeros(5))
-            self.calls = 0
+            self.armed = False
 
         def forward(self, x):
-            if not torch.is_grad_enabled() and len(x) > 10:  # as when steps are judged
+            if self.armed and not torch.is_grad_enabled():  # as when steps are judged
                 self.seen.copy_(x.mean(0))
             return super().forward(x)
 
     settings = Annealing()
     model = Remembers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match="nothing was released"):
-        tptopk.fit(model, data(), plan(settings), optimizer, loss=F.cross_entropy, annealing=settings)
+
+    def arm(record):
+        model.armed = True
+
+    with pytest.raises(ModelChanged, match="while losses were computed"):
+        tptopk.fit(model, data(), plan(settings), optimizer, loss=F.cross_entropy, annealing=settings, on_step=arm)
 
 
 def test_a_record_moves_a_long_sum_of_changes_by_the_bound():

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import tptopk
 from tptopk.gradients.clipping import clipped_sum
+from tptopk.gradients.traces import ModelChanged
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.plan import Phase, Plan
 from tptopk.privacy.randomness import Streams
@@ -313,7 +314,7 @@ def test_a_model_that_is_written_to_during_a_step_stops_the_run():
     mechanism = Mechanism(model, F.cross_entropy, PLAN, Ledger(PLAN), Streams("r"))
     data = (torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
     mechanism.private_gradient([data, data], Support.full(model), 0, 0)
-    with pytest.raises(RuntimeError, match="nothing was released"):
+    with pytest.raises(ModelChanged, match="must not be saved or released"):
         mechanism.private_gradient([data], Support.full(model), 0, 1)
 
 

@@ -7,10 +7,12 @@ import os
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import tptopk
 from tests.training.test_fit import SIZE, data, fit, network, plan
+from tptopk.gradients.traces import ModelChanged
 from tptopk.privacy.refusal import Refusal
 
 
@@ -126,3 +128,55 @@ def test_weights_of_another_model_are_refused(tmp_path):
     for other in (nn.Linear(6, 3), nn.Sequential(nn.Linear(6, 15), nn.Tanh(), nn.Linear(15, 3))):
         with pytest.raises(Refusal, match="another model"):
             tptopk.load(tmp_path / "run", other)
+
+
+class LateMean(nn.Module):
+    """Behaves until it is armed; then keeps a statistic of its data, by a way that leaves no new version or by one that does."""
+
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.layer, self.armed, self.written = network(), False, written
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.armed and self.written == "data":
+            self.mean.data = x.detach().mean(0)
+        elif self.armed:
+            self.mean.copy_(x.detach().mean(0))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("written", ["data", "copy_"])
+def test_a_model_that_was_changed_past_the_mechanism_is_not_saved(tmp_path, written):
+    model = LateMean(written)
+
+    def arm(record):
+        model.armed = record.step == 20
+
+    with pytest.raises(ModelChanged, match="must not be saved or released"):
+        fit(model, out=tmp_path / "run", on_step=arm)
+    assert model.mean.any()
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "model.safetensors" not in files and "statement.md" not in files
+    kept = load_file(next((tmp_path / "run").glob("checkpoint-*")))
+    assert not any(value.any() for name, value in kept.items() if "mean" in name)
+    with pytest.raises(Refusal, match="was killed before it could save a model"):
+        tptopk.load(tmp_path / "run", LateMean(written))
+    with pytest.warns(tptopk.PrivacyWarning, match="steps were dropped"):
+        run = fit(LateMean(written), out=tmp_path / "run", resume=True)
+    assert run.status == "finished" and not run.model.mean.any()
+
+
+def test_the_training_records_are_no_test_set():
+    records = data()
+    for same in (records, (records[0], records[1].clone()), torch.utils.data.TensorDataset(*records)):
+        with pytest.raises(Refusal, match="test_set holds the records of train_set"):
+            fit(train_set=records, test_set=same)
+
+
+def test_a_loaded_model_is_known_to_have_been_trained(tmp_path):
+    fit(out=tmp_path / "run")
+    again = tptopk.load(tmp_path / "run", network(5)).model
+    for model in (again, nn.Sequential(again)):
+        with pytest.warns(tptopk.PrivacyWarning, match="trained before"):
+            fit(model)

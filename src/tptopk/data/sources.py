@@ -66,6 +66,10 @@ def read_source(
     if kind == "table":
         known = schema if isinstance(schema, tables.Schema) else _schema(path, schema)
         training = tables.read_with(path, known)
+        if known.test is not None and (path.parent / known.test).resolve() == path.resolve():
+            raise Refusal(
+                f"{path}: its schema names the same file as its test table, and what is measured on private records has no guarantee"
+            )
         return training, None if known.test is None else tables.read_with(path.parent / known.test, known)
     if kind == "folder":
         return images.read_folder(path, size=image_size, mode=image_mode, on_image=on_image)

@@ -230,7 +230,7 @@ def table_named(name: str, quick: bool = False, only: str | None = None, *, of_a
     """
     if name not in TABLES:
         raise Refusal(f"unknown table {name!r}{nearest(name, TABLES)}")
-    named = list(SETTINGS) if only is None else [dataset.strip() for dataset in only.split(",")]
+    named = list(SETTINGS) if only is None else [word for word in map(str.strip, only.split(",")) if word]
     for dataset in named:
         if dataset not in SETTINGS:
             raise Refusal(f"unknown dataset {dataset!r}{nearest(dataset, SETTINGS)}")

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -45,6 +46,8 @@ def read_results(path: Path) -> list[dict[str, Any]]:
     """The finished runs of a file; a last line that was cut short is not one of them."""
     if not path.exists():
         return []
+    if not path.is_file():
+        raise Refusal(f"{path} is no file, and runs are kept in one; give --results another folder")
     found = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines):
@@ -106,8 +109,11 @@ def _run(
     def keep(job: Job, found: Lines) -> None:
         lines = found if isinstance(found, list) else [found]
         lines = sorted(lines, key=lambda line: line["recipe"] == job.recipe.identity())
-        with job.path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
+        try:
+            with job.path.open("a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(line) + "\n" for line in lines))
+        except OSError as error:
+            raise Refusal(f"cannot write to {job.path}: {error.strerror}; runs that are in it are kept") from error
         finished[job.path.parent] += [{**line, "taken_from": job.path.name} for line in lines]
         on_result(job, lines[-1])
 
@@ -133,7 +139,7 @@ def _outcomes(
 ) -> Iterator[tuple[Job, Lines]]:
     """Each job with its lines, as it ends."""
     if processes == 1 or len(jobs) < 2:
-        yield from ((job, job.run(job.recipe, data_dir, device)) for job in jobs)
+        yield from ((job, _announced(job.run, job.recipe, data_dir, device)) for job in jobs)
         return
     threads, others = max(1, (os.cpu_count() or 1) // processes), set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(
@@ -142,7 +148,7 @@ def _outcomes(
     try:
         # An interrupt is this process's to act on: those that are started now keep it blocked.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        running = {pool.submit(job.run, job.recipe, data_dir, device): job for job in jobs}
+        running = {pool.submit(_announced, job.run, job.recipe, data_dir, device): job for job in jobs}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for ended in as_completed(running):
             yield running[ended], ended.result()
@@ -155,6 +161,16 @@ def _outcomes(
         for process in set(multiprocessing.active_children()) - others:
             process.terminate()
             process.join()
+
+
+def _announced(run: Run, r: Recipe, data_dir: str | None, device: str) -> Lines:
+    """On a CPU a run takes minutes."""
+    print(
+        f"running: {r.dataset} {r.method} ε = {r.target_epsilon:g} {r.variant} seed {r.seed}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return run(r, data_dir, device)
 
 
 def _begin(threads: int, source: str | None) -> None:
@@ -202,7 +218,7 @@ def _prepare(path: Path) -> None:
         raise Refusal(
             f"cannot keep runs in {path.parent}: {error.strerror}; give --results FOLDER, one that can be written to"
         ) from error
-    if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+    if path.is_file() and (content := path.read_bytes()) and not content.endswith(b"\n"):
         whole = content.rfind(b"\n") + 1
         try:
             json.loads(content[whole:])

@@ -27,29 +27,49 @@ LARGE = 10**6  # a whole number that no class, but many an id or a count may be
 Maker = Callable[[int, int], Batch]  # (seed, number of examples) → made-up batch
 
 
+MIXED = (
+    "an example's loss depends on the other examples of its batch, so clipping one gradient does not bound one record's influence; "
+    "make the model and the loss treat examples independently"
+)
+
+
+@torch.no_grad()
+def refuse_mixing_among(model: nn.Module, loss: PerExampleLoss, make: Maker, examples: int) -> None:
+    """The same of as many examples as a batch will have: a loss may compare them only where they are many."""
+    batch, others = make(0, examples), make(1, examples)
+    large = tree_map(lambda leaf: leaf * SIZES[0] if _is_filled(leaf) and _has_fractions(leaf) else leaf, others)
+    place = torch.arange(examples, device=tensors_of(batch)[0].device) < examples // 2
+
+    def first_half(beside_them: Batch) -> Tensor:
+        whole = tree_map(lambda a, b: a if a is None else torch.where(beside(place, a), a, b), batch, beside_them)
+        return held_fixed(loss, model, whole)[: examples // 2]
+
+    with deterministic(model, loss, make(0, EXAMPLES)):
+        here = first_half(batch)
+        for beside_them in (others, large):
+            if not torch.allclose(here, first_half(beside_them), rtol=1e-4, atol=1e-5, equal_nan=True):
+                raise Refusal(f"{MIXED} (it shows in a batch of {examples})")
+
+
 @torch.no_grad()
 def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn.Module) -> None:
     """An example's loss is the same whatever stands beside it, and however much; also beside masks and labels to ignore.
 
     What may be more than the model takes is tried on `trial` first: the model, or a copy of it on a CPU.
     """
-    mixed = (
-        "an example's loss depends on the other examples of its batch, so clipping one gradient does not bound one record's influence; "
-        "make the model and the loss treat examples independently"
-    )
     if _mixes(model, loss, make(0, EXAMPLES), make(1, EXAMPLES)):
-        raise Refusal(mixed)
+        raise Refusal(MIXED)
     unusual = [_filled_with(value, make(1, EXAMPLES)) for value in (torch.nan, torch.inf)]
     for others in (*in_other_sizes(make(1, EXAMPLES)), *unusual):
         if _mixes_where_taken(model, loss, make(0, EXAMPLES), others):
             raise Refusal(
-                mixed + " (it shows beside very large records: a maximum or a norm that is taken over the whole batch "
+                MIXED + " (it shows beside very large records: a maximum or a norm that is taken over the whole batch "
                 "must be taken over each example)"
             )
     for batch, others in _with_masks_and_ignored(model, trial, loss, make):
         if _mixes_where_taken(model, loss, batch, others):
             raise Refusal(
-                mixed
+                MIXED
                 + " (it shows where masks or labels to ignore differ between records: a loss divided by the number of tokens that "
                 "count must be divided by each example's own number, not by the batch's)"
             )

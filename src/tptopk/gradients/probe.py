@@ -32,9 +32,17 @@ from tptopk.gradients.examples import (
     take,
     tensors_of,
 )
-from tptopk.gradients.mixing import EXAMPLES, Maker, deterministic, held_fixed, in_other_sizes, refuse_mixing
+from tptopk.gradients.mixing import (
+    EXAMPLES,
+    Maker,
+    deterministic,
+    held_fixed,
+    in_other_sizes,
+    refuse_mixing,
+    refuse_mixing_among,
+)
 from tptopk.gradients.reference import example_gradient
-from tptopk.gradients.traces import refuse_traces
+from tptopk.gradients.traces import FirstBatch, refuse_traces, saved_contents
 from tptopk.privacy.refusal import Refusal, nearest
 from tptopk.supports.support import Support, trainable
 
@@ -49,8 +57,10 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
     refuse_foreign_leaves(like)
     losses = per_example(loss)
     with _put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        first = FirstBatch(model)
         make = working_maker(model, losses, like)
         _refuse_unused(model, losses, make)  # its call also fills caches that are filled once
+        first.refuse(losses, make(1, EXAMPLES))
         with torch.enable_grad():
             refuse_traces(model, losses, make)
         refuse_mixing(model, losses, make, _on_cpu(model))
@@ -67,6 +77,23 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
                 reasons.append(f"{candidate}: {(str(error).splitlines() or [type(error).__name__])[0]}")
     hint = "" if engine == "reference" else "\nengine='reference' works for any model, one example at a time, slowly"
     raise Refusal("no engine gives right per-example gradients for this model.\n  " + "\n  ".join(reasons) + hint)
+
+
+def refuse_mixing_in_batches(model: nn.Module, loss: Callable[..., Tensor], like: Batch, examples: int) -> None:
+    """Refuse a loss that compares examples once there are as many as a batch will have, or as many of these as memory holds."""
+    losses = per_example(loss)
+    with _put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        make, before = working_maker(model, losses, like), saved_contents(model)
+        while examples > 2 * EXAMPLES:
+            try:
+                refuse_mixing_among(model, losses, make, examples)
+                break
+            except torch.OutOfMemoryError:
+                examples //= 2
+        if saved_contents(model) != before:
+            raise Refusal(
+                f"the model changes when it is run on {examples} examples: it would carry data past the mechanism"
+            )
 
 
 def refuse_unsuitable(model: nn.Module) -> None:

@@ -5,11 +5,12 @@ Whatever of it changes with the data carries the data past the mechanism. A runn
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -26,8 +27,11 @@ from tptopk.privacy.refusal import Refusal
 OWN = ("_parameters", "_buffers", "_modules")  # where a module keeps what it names itself
 LONG = 10_000  # entries of a container from which on they are looked at all at once, where they are plain
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 DEEP = 12  # objects within objects that are looked into
 Seen = dict[int, Any]  # id → what has it, held so that nothing else can have it meanwhile
+LIBRARIES = {"torch", "builtins", "numpy", "transformers", "tptopk"}  # whose classes keep nothing of the data
+CONTAINERS = (Tensor, np.ndarray, list, dict, set, deque, bytearray, array)
 OPAQUE = (type, ModuleType, BuiltinFunctionType, torch.device, torch.dtype)
 
 
@@ -47,9 +51,12 @@ def lasting_tensors(model: nn.Module) -> dict[str, Tensor]:
 def versions_of(model: nn.Module) -> list[tuple[Hashable, ...]]:
     """Changes whenever a tensor of the model is written to, replaced, added or dropped, or a number with a fraction changes.
 
-    Whole numbers may count calls; what else they count is tried out before training.
+    Through `.data` a tensor is written to without a new version, so what it holds counts too. Whole numbers may count calls;
+    what else they count is tried out before training.
     """
-    tensors = [(name, id(tensor), tensor._version) for name, tensor in lasting_tensors(model).items()]
+    lasting = lasting_tensors(model)
+    contents = contents_of(lasting.values())
+    tensors = [(n, id(t), t._version, content) for (n, t), content in zip(lasting.items(), contents, strict=True)]
     numbers = [
         (module_name, name, value)
         for module_name, module in model.named_modules()
@@ -59,14 +66,44 @@ def versions_of(model: nn.Module) -> list[tuple[Hashable, ...]]:
     return [*tensors, *numbers]
 
 
+@torch.no_grad()
+def contents_of(tensors: Iterable[Tensor]) -> list[int]:
+    """The sum of each tensor's bits, taken as whole numbers."""
+    sums: dict[torch.device, list[Tensor]] = {}
+    order = []
+    for tensor in tensors:
+        plain = tensor.detach()
+        plain = plain.to_dense() if plain.layout != torch.strided else plain
+        plain = torch.view_as_real(plain) if plain.is_complex() else plain
+        plain = plain.contiguous().view(-1)
+        words = (plain.numel() * plain.element_size()) % 8 == 0 == (plain.storage_offset() * plain.element_size()) % 8
+        bits = plain.view(torch.int64 if words else BITS[plain.element_size()])  # eight bytes at a time are quicker
+        of_device = sums.setdefault(tensor.device, [])
+        order.append((tensor.device, len(of_device)))
+        of_device.append(bits.sum(dtype=torch.int64))
+    found = {device: torch.stack(of_device).tolist() for device, of_device in sums.items()}
+    return [found[device][place] for device, place in order]
+
+
+class ModelChanged(RuntimeError):
+    """The model holds what it must not: it may not be saved or released any more."""
+
+
 @contextmanager
 def unchanged(model: nn.Module, doing: str) -> Iterator[None]:
-    """Fails if the model is changed meanwhile: that would carry data past the mechanism."""
+    """Fails if the model is changed meanwhile, also where that ended in another error: it would carry data past the mechanism."""
     before = versions_of(model)
-    yield
+    try:
+        yield
+    finally:
+        refuse_changed(model, before, doing)
+
+
+def refuse_changed(model: nn.Module, before: list[tuple[Hashable, ...]], doing: str) -> None:
     if versions_of(model) != before:
-        raise RuntimeError(
-            f"the model was changed while {doing}, which would carry data past the mechanism; nothing was released"
+        raise ModelChanged(
+            f"the model was changed while {doing}, which would carry data past the mechanism; the model in memory may hold "
+            "records, and must not be saved or released"
         )
 
 
@@ -97,7 +134,7 @@ def _same(before: Tensor, after: Tensor) -> bool:
 
 
 def refuse_traces(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
-    """Running the model on other examples, on fewer of them and on very large ones leaves nothing behind.
+    """Running the model forward and backward on other examples, on fewer of them and on very large ones leaves nothing behind.
 
     A whole number that grows by the same at each call counts the calls, and may. The first call must have been made:
     it fills caches that are filled once.
@@ -111,7 +148,7 @@ def refuse_traces(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
     values = [kept(model, loss)]
     for number, run in enumerate(runs):
         try:
-            loss(model, run())
+            _forward_and_backward(model, loss, run())
         except Exception:
             if number == 0:
                 raise
@@ -125,6 +162,45 @@ def refuse_traces(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
         seen = [found.get(name) for found in values]
         if any(value != seen[0] for value in seen) and not _counts(seen):
             raise Refusal(f"{name} changes when the model is run: it would carry data past the mechanism")
+
+
+def _forward_and_backward(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None:
+    losses = loss(model, batch)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with suppress(RuntimeError):  # where backward fails no engine is right, which is said with its reason later
+        torch.autograd.grad(losses.sum(), parameters, allow_unused=True)
+
+
+class FirstBatch:
+    """Made before the model is run for the first time; `refuse`, called after that, finds what its first batch has set.
+
+    What is the same whatever that batch holds is a table that is made once, when it is first needed, and may be.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = {name: t.detach().clone() for name, t in _saved(model).items()}
+        self._fresh: nn.Module | None = None
+        with suppress(Exception):  # some models cannot be copied
+            self._fresh = copy.deepcopy(model)
+
+    def refuse(self, loss: PerExampleLoss, another: Batch) -> None:
+        now = _saved(self._model)
+        changed = [n for n in now if n not in self._before or not _same(self._before[n], now[n])]
+        if changed and self._fresh is not None:
+            loss(self._fresh, another)
+            other = _saved(self._fresh)
+            changed = [n for n in changed if n not in other or not _same(other[n], now[n])]
+        if changed:
+            raise Refusal(f"{changed[0]} is set by the first batch: it would carry data past the mechanism")
+
+
+def saved_contents(model: nn.Module) -> list[int]:
+    return contents_of(_saved(model).values())
+
+
+def _saved(model: nn.Module) -> dict[str, Tensor]:
+    return {name: t for name, t in lasting_tensors(model).items() if not name.startswith("attribute")}
 
 
 def _counts(seen: list[Hashable]) -> bool:
@@ -141,8 +217,20 @@ def kept(model: nn.Module, loss: Callable[..., Any]) -> dict[str, Hashable]:
         for name, value in vars(module).items():
             if name not in OWN:
                 _keep(f"attribute {module_name}.{name}", value, found, seen)
+        _keep_of_class(type(module), found, seen)
     _keep("the loss", loss, found, seen)
     return found
+
+
+def _keep_of_class(kind: type, found: dict[str, Hashable], seen: Seen) -> None:
+    """What a class holds for all its objects, and what its methods read by name; not of torch's own classes."""
+    for one in kind.__mro__:
+        if one.__module__.split(".")[0] in LIBRARIES or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        for name, value in vars(one).items():
+            if not name.startswith("__") or isinstance(value, FunctionType):
+                _keep(f"class {one.__name__}.{name}", value, found, seen, 1)
 
 
 def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth: int = 0) -> None:
@@ -156,7 +244,7 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth:
         return
     seen[id(value)] = value
     if isinstance(value, Tensor):
-        found[where] = (id(value), value._version)
+        found[where] = (id(value), value._version, *contents_of([value]))
     elif isinstance(value, np.ndarray):
         found[where] = hashlib.sha256(np.ascontiguousarray(value).tobytes()).digest() if value.dtype != object else len(value)  # fmt: skip
     elif isinstance(value, torch.Generator):
@@ -180,6 +268,10 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth:
     elif isinstance(value, FunctionType):
         _keep(f"{where}'s defaults", (value.__defaults__, value.__kwdefaults__), found, seen, depth + 1)
         _keep(f"{where}'s attributes", vars(value), found, seen, depth + 1)
+        for name in value.__code__.co_names:
+            content = value.__globals__.get(name)
+            if isinstance(content, CONTAINERS):
+                _keep(f"{name}, which {where} reads", content, found, seen, depth + 1)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:
                 content = cell.cell_contents
@@ -187,6 +279,7 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth:
                 continue
             _keep(f"{where}, {name}", content, found, seen, depth + 1)
     else:
+        _keep_of_class(type(value), found, seen)
         slots = [n for kind in type(value).__mro__ for n in _names(getattr(kind, "__slots__", ())) if hasattr(value, n)]
         for name, item in [*getattr(value, "__dict__", {}).items(), *((n, getattr(value, n)) for n in slots)]:
             _keep(f"{where}.{name}", item, found, seen, depth + 1)

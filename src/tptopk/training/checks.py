@@ -86,6 +86,20 @@ def check_length(records: Records, plan: Plan) -> None:
         )
 
 
+def refuse_own_records(train_set: Any, test_set: Any) -> None:
+    """Refuse to measure on the private records under the name of a test set."""
+
+    def memory(data: Any) -> set[int]:
+        parts = data if isinstance(data, (tuple, list)) else getattr(data, "tensors", ())
+        return {part.data_ptr() for part in parts if isinstance(part, Tensor) and part.numel()}
+
+    if test_set is train_set or memory(train_set) & memory(test_set):
+        raise Refusal(
+            "test_set holds the records of train_set: what is measured on private records has no guarantee; give records that are "
+            "kept apart, or leave test_set out"
+        )
+
+
 def settle_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
         try:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tptopk.gradients.examples import MeanOverRows, PerExampleLoss, per_example
 from tptopk.gradients.memory import parse_bytes
-from tptopk.gradients.probe import choose_engine, refuse_unsuitable
+from tptopk.gradients.probe import choose_engine, refuse_mixing_in_batches, refuse_unsuitable
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.checks import MOST_EXAMPLES, largest_batch
@@ -83,4 +83,6 @@ def settled(
     most = micro_batch_size or MOST_EXAMPLES.get(device.type, 512)
     if micro_batch_size is None or limit is not None:
         most = min(most, largest_batch(model, losses, one, plan, engine, precision, limit))
+    usual = max(plan.expected_batch_size(phase) for phase in plan.phases)
+    refuse_mixing_in_batches(model, losses, one, min(most, math.ceil(usual)))
     return Computing(engine, most)

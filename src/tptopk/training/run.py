@@ -37,6 +37,7 @@ from tptopk.training.checkpoint import remove_checkpoints, sha256_of, write_dura
 from tptopk.training.facts import facts_in
 from tptopk.training.metrics import JsonLines
 from tptopk.training.metrics import StepRecord as StepRecord
+from tptopk.training.trained import TRAINED
 
 FORMAT = 1
 SCHEMA = "schema.json"  # how a table's columns became inputs; public, and declared by whoever trained
@@ -205,6 +206,11 @@ class RunFolder:
         if run.status == "finished":
             remove_checkpoints(self.path)
 
+    def abandon(self, ledger: Ledger) -> None:
+        """Leave everything as a crash would: the model may not be saved."""
+        self._metrics.close()
+        ledger.release()
+
     def describe(self, run: Run) -> None:
         _describe(run, self.path)
 
@@ -361,6 +367,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> Run:
     if model is None:
         run.model = _own_network(run.config.get("model"))
     load_weights(run.model, weights)
+    TRAINED.add(run.model)
     return run
 
 

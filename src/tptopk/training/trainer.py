@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from tptopk.gradients.precision import check_clipping, check_precision
+from tptopk.gradients.traces import ModelChanged
 from tptopk.privacy.gradient import PrivateGradient
 from tptopk.privacy.ledger import Ledger
 from tptopk.privacy.oracle import refuse_oracles
@@ -33,6 +34,7 @@ from tptopk.training.checks import (
     check_seed,
     check_test_set,
     check_warmup,
+    refuse_own_records,
     settle_device,
 )
 from tptopk.training.distributed import Team
@@ -158,8 +160,10 @@ def fit(
             engine=engine, precision=precision, micro_batch_size=micro_batch_size, memory_limit=memory_limit,
         )  # fmt: skip
         if test_set is not None:
+            if plan.spec.private:
+                refuse_own_records(train_set, test_set)
             check_test_set(model, test_set, loss, collate, device)
-        if plan.spec.private and model in TRAINED:
+        if plan.spec.private and any(module in TRAINED for module in model.modules()):
             warnings.warn(
                 "this model was trained before in this process: its weights carry what that run cost, which this run's ε does not "
                 "count",
@@ -263,6 +267,11 @@ def fit(
             )
     except KeyboardInterrupt:
         status = "interrupted"
+        raise
+    except ModelChanged:
+        if folder:
+            folder.abandon(ledger)
+            folder = None
         raise
     finally:
         if status != "finished":

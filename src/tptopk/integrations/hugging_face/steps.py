@@ -210,6 +210,12 @@ class TrainerSteps:
         self._folder.close(run, self.ledger)
         return run
 
+    def abandon(self) -> None:
+        """Leave the folder as a crash would: the model may not be saved."""
+        if self.ledger is not None:
+            self._folder.abandon(self.ledger)
+            self.ledger = None
+
     def add_that_the_loss_was_shown(self, run: Run) -> None:
         """Of a run that is closed: in its statement and its run.json."""
         run.facts = replace(run.facts, training_loss=True)

@@ -18,6 +18,8 @@ from transformers.trainer_utils import TrainOutput
 from tptopk.gradients.clipping import ENGINES
 from tptopk.gradients.examples import Batch, take
 from tptopk.gradients.precision import check_precision
+from tptopk.gradients.probe import refuse_mixing_in_batches
+from tptopk.gradients.traces import ModelChanged
 from tptopk.integrations.empty_batches import CollateOrEmpty
 from tptopk.integrations.hugging_face.callback import Along
 from tptopk.integrations.hugging_face.loader import AsDictionary, Samples, poisson_loader
@@ -175,6 +177,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         if most is None:
             fits = largest_batch(self.model, loss, one, self.plan, engine, self._precision, None)
             most = min(fits, MOST_EXAMPLES.get(self.args.device.type, 512))
+        refuse_mixing_in_batches(self.model, loss, one, min(most, math.ceil(self.plan.expected_batch_size())))
         # never the randomness of an earlier attempt
         self._samples = Samples(self.plan, secure_noise=self._secure_noise)
         return TrainerSteps(
@@ -210,6 +213,9 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
             status = "finished" if self._steps.steps_left < 1 else "interrupted"  # by a callback
         except KeyboardInterrupt:
             status = "interrupted"
+            raise
+        except ModelChanged:
+            self._steps.abandon()
             raise
         finally:
             self._optimizer_of_last_training = self.optimizer

@@ -225,20 +225,20 @@ class PrivacyEngine:
     def statement(self, delta: float | None = None) -> str:
         """What may be claimed for the training so far and what may not, in Markdown; at the plan's δ unless given.
 
-        A training without a horizon is stated as if it ended here; one that was planned says how much of it was taken. One
+        A training without a horizon says that it ended here, which may depend on the data; one that was planned says how much of it was taken. One
         that went on from a checkpoint says so, and that what a process did after its last checkpoint is not counted.
         """
         steps = self.accountant.steps
         if steps is None:
             raise Refusal("call make_private first: a statement is of a private training")
         plan, charged = steps.plan, steps.ledger.charged
+        whole = all(charged[i] >= p.steps for i, p in enumerate(plan.phases))
         if plan.target_epsilon is None:
             phases = (replace(p, steps=max(1, charged[i])) for i, p in enumerate(plan.phases))
             plan = replace(plan, phases=tuple(phases))
         if delta is not None:
             check_number("delta", delta, above=0, below=1)
             plan = replace(plan, delta=delta)
-        whole = all(charged[i] >= p.steps for i, p in enumerate(plan.phases))
         facts = facts_of_ledger(
             steps.ledger,
             seeded=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk.gradients.examples import Batch, PerExampleLoss
 from tptopk.gradients.mixing import EXAMPLES
-from tptopk.gradients.probe import choose_engine, working_maker
+from tptopk.gradients.probe import choose_engine, refuse_mixing_in_batches, working_maker
 from tptopk.privacy.refusal import Refusal
 
 RARE = 1e-9  # an empty batch less likely than this is not prepared for
@@ -39,6 +40,7 @@ def probe(
         except Refusal as refusal:
             reason = str(refusal).split("\nengine=")[0]
             raise Refusal(f"{reason}\ntptopk.fit has other engines, for models that hooks cannot follow") from refusal
+        refuse_mixing_in_batches(module, losses, like, math.ceil(sample_rate * dataset_size))
         if (1 - sample_rate) ** dataset_size >= RARE:
             try:
                 with torch.no_grad():

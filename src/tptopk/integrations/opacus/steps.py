@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 from tptopk.gradients.clipping import Clip, ClippedSum
 from tptopk.gradients.examples import Batch
 from tptopk.gradients.precision import computing_in
+from tptopk.gradients.traces import refuse_changed, versions_of
 from tptopk.integrations.opacus.charges import Charges
 from tptopk.integrations.opacus.door import Door, _nothing, closed_door  # noqa: F401  # older pickles name the last two here
 from tptopk.integrations.opacus.loader import Part
@@ -60,6 +61,7 @@ class Drawn:
     stepped: bool = False  # whether `step` was called for this part
     left_out: bool = False  # whether an earlier part of the sample was not stepped on
     total: ClippedSum | None = None  # of the parts so far
+    before: list[Any] | None = None  # what the module held when it was first run on the sample
 
 
 class PrivateSteps:
@@ -193,6 +195,7 @@ class PrivateSteps:
             probe(self.module, args, kwargs, drawn.part.size, self.sample_rate, self.dataset_size)
             self._probed = True
         drawn.ran = True
+        drawn.before = drawn.before or versions_of(self.module)
         self._forgo(drawn)
         if drawn.part.size:
             if drawn.recording is None:
@@ -257,6 +260,8 @@ class PrivateSteps:
             part = self._clipped(drawn, support)
             drawn.total = part if drawn.total is None else drawn.total + part
         self._close_recording()
+        if drawn.before is not None:
+            refuse_changed(self.module, drawn.before, "it was run on the batch")
         drawn.stepped = True
         if not drawn.part.last:
             return False
