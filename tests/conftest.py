@@ -16,7 +16,10 @@ def no_module_outlives_its_test(tmp_path_factory):
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None)
+        module = sys.modules[name]
+        file = getattr(module, "__file__", None) or next(
+            iter(getattr(module, "__path__", [])), None
+        )  # a folder has no file
         if file and Path(file).is_relative_to(tmp_path_factory.getbasetemp()):
             del sys.modules[name]
 

@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from tptopk.data.tables import faults, read_with, schema_of
 from tptopk.integrations.sklearn import TPTopKClassifier
+from tptopk.privacy.refusal import Refusal
 from tptopk.training.run import load
 from tptopk.training.verify import verify
 
@@ -182,3 +185,30 @@ def test_a_table_is_not_its_own_test_set(tptopk, clinic):
     (clinic / "clinic.toml").write_text('test = "./clinic.csv"\n' + SCHEMA)
     done = tptopk("train", "--data", "clinic.csv", "--dataset-size", "60", *WORDS, cwd=clinic, check=False)
     assert done.returncode == 2 and "names the same file as its test table" in done.stderr
+
+
+def test_data_check_lists_every_record_that_training_would_refuse(tptopk, clinic):
+    """All faults at once, by record and value: the look of the data's owner, outside the guarantee."""
+    rows = ["p1,44,f,yes", "p2,old,m,no", "p3,50,f,", "p4,51,m,maybe", ",inf,f,no", *["p6,7,f,NA"] * 6]
+    (clinic / "bad.csv").write_text("patient_id,age,sex,ill\n" + "\n".join(rows) + "\n")
+    (clinic / "bad.toml").write_text(UNIT + SCHEMA)
+    done = tptopk("data", "check", "bad.csv", cwd=clinic, check=False)
+    assert done.returncode == 1 and [line.strip() for line in done.stdout.splitlines()[1:-1]] == [
+        "1 record has what is no number in column 'age': record 2 ('old')",
+        "7 records have no label in 'ill': record 3, record 6, record 7, record 8, record 9, and 2 more",
+        "1 record has a label in 'ill' that is no class: record 4 ('maybe')",
+        "1 record has no 'patient_id': record 5",
+    ]
+    assert "not covered by any guarantee" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "row, sound",
+    [("44,f,yes", True), (",,no", True), ("inf,x,no", True), ("x,f,no", False), ("44,f,", False), ("44,f,Yes", False)],
+)
+def test_a_table_has_faults_where_reading_refuses_it(tmp_path, row, sound):
+    path, schema = tmp_path / "t.csv", schema_of(target="ill", classes=["no", "yes"], numeric={"age": [0, 120]}, categories={"sex": ["f", "m"]})  # fmt: skip
+    path.write_text(f"age,sex,ill\n44,f,yes\n{row}\n")
+    assert bool(faults(path, schema)) != sound
+    with nullcontext() if sound else pytest.raises(Refusal):
+        read_with(path, schema)

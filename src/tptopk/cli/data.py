@@ -18,6 +18,7 @@ data_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(data_app, name="data")
+OUTSIDE = "This looked at the data itself and is not covered by any guarantee."
 
 
 @data_app.command()
@@ -42,8 +43,18 @@ def check(
     """
     from tptopk.data.files import findings
     from tptopk.data.sources import read_schema_for, read_source, source_findings
+    from tptopk.data.tables import faults
 
     source = path or "digits"
+    columns = read_schema_for(source, schema)
+    if columns is not None and (lines := faults(source, columns)):
+        print(
+            f"{source} is refused by training until these are repaired (records are counted from 1, without the header):"
+        )
+        for line in lines:
+            print(f"  {line}")
+        print(OUTSIDE)
+        raise typer.Exit(1)
     with image_progress() as on_image:
         training, test = read_source(
             source,
@@ -53,7 +64,6 @@ def check(
             image_mode=image_mode,
             on_image=on_image,
         )
-    columns = read_schema_for(source, schema)
     if columns is not None:
         _show_columns(source, columns)
     found = False
@@ -69,7 +79,7 @@ def check(
         found |= bool(lines)
         for line in lines or ["nothing to report"]:
             print(f"  {line}")
-    print("This looked at the data itself and is not covered by any guarantee.")
+    print(OUTSIDE)
     if found:
         raise typer.Exit(1)
 
