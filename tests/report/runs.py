@@ -19,6 +19,7 @@ def make_run(
     torch.manual_seed(0)
     x = torch.rand(200, 6) - 0.5
     data = (x, (x[:, 0] > 0).long())
+    others = torch.rand(50, 6) - 0.5
     model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
     plan = tptopk.Plan.calibrate(
         method, epsilon=8.0, delta=delta, batch_size=50, dataset_size=200, steps=60, warmup=0.4, accountant="rdp"
@@ -29,7 +30,7 @@ def make_run(
         plan,
         torch.optim.SGD(model.parameters(), lr=0.5),
         loss=nn.functional.cross_entropy,
-        test_set=data,
+        test_set=(others, (others[:, 0] > 0).long()),
         out=folder,
         seed=seed,
         config={"score": "paper", **config},
