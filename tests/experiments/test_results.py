@@ -194,13 +194,14 @@ def test_what_goes_wrong_in_a_process_ends_all_and_keeps_what_was_finished(tmp_p
 
 INTERRUPTED = """
 from pathlib import Path
-import os, sys, time
+import os, signal, sys, time
 from tests.experiments.test_results import RECIPES, run_each
 def forever(r, data_dir, device):
     if r.seed:
         time.sleep(600)
     return {"recipe": r.identity(), "process": os.getpid()}
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started in the background ignores interrupts
     run_each(RECIPES, Path(sys.argv[1]), forever, lambda job, result: print(result["process"], flush=True), processes=2)
 """
 
