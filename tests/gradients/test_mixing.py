@@ -314,3 +314,28 @@ def test_a_model_that_keeps_what_many_examples_hold_is_refused():
 
     with pytest.raises(Refusal, match="the model changes when it is run on 200 examples"):
         refuse_mixing_in_batches(OfMany(), F.cross_entropy, VECTORS, 200)
+
+
+class Narrow(nn.Linear):
+    """Takes only what made-up records of ordinary size are; many of them, or large ones, are more than it takes."""
+
+    def forward(self, x):
+        if bool((x.abs() > 3).any()):
+            raise ValueError("out of range")
+        return super().forward(x)
+
+
+class ById(nn.Module):
+    """A table whose first column is an id, kept as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.out = nn.Embedding(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.out(self.ids(x[:, 0].long().abs()))
+
+
+@pytest.mark.parametrize("model", [lambda: Narrow(6, 3), ById])
+def test_values_that_a_model_does_not_take_show_nothing(model):
+    refuse_mixing_in_batches(model(), F.cross_entropy, VECTORS, 300)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.gradients.test_probe import VECTORS
 from tptopk.gradients.probe import choose_engine
-from tptopk.gradients.traces import ModelChanged, unchanged
+from tptopk.gradients.traces import ModelChanged, contents_of, unchanged
 from tptopk.privacy.refusal import Refusal
 
 
@@ -167,8 +167,23 @@ def test_what_the_first_batch_sets_for_good_is_refused(written, copyable):
         choose_engine(SetByFirst(True, written, copyable), F.cross_entropy, VECTORS)
 
 
-def test_a_table_that_is_made_when_it_is_first_needed_is_no_trace():
-    assert choose_engine(SetByFirst(False), F.cross_entropy, VECTORS) == "capture"
+class Lazy(nn.Linear):
+    """A table that is made when it is first needed, in a buffer that is not there before: of chance or of nothing."""
+
+    def __init__(self, drawn: bool) -> None:
+        super().__init__(6, 3)
+        self.drawn = drawn
+        self.register_buffer("table", None)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.randn(6) if self.drawn else torch.arange(6.0)
+        return super().forward(x + self.table)
+
+
+@pytest.mark.parametrize("model", [lambda: SetByFirst(False), lambda: Lazy(False), lambda: Lazy(True)])
+def test_a_table_that_is_made_when_it_is_first_needed_is_no_trace(model):
+    assert choose_engine(model(), F.cross_entropy, VECTORS) in ("capture", "vmap")
 
 
 class KeepsGradients(nn.Module):
@@ -213,9 +228,60 @@ class OfAFile(nn.Linear):
         return super().forward(x)
 
 
+PLACE = SimpleNamespace(last=0.0)
+LARGEST = 0.0
+
+
+def keep(x):
+    SEEN.extend(x.detach())
+
+
+def of(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
 def kept_in_the_file(model, batch):
     SEEN.extend(batch[0].detach())
-    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return of(model, batch)
+
+
+def kept_by_another_function(model, batch):
+    keep(batch[0])
+    return of(model, batch)
+
+
+def kept_within(model, batch):
+    def keep_it():
+        SEEN.append(batch[0].detach())
+
+    keep_it()
+    return of(model, batch)
+
+
+def kept_in_a_number(model, batch):
+    global LARGEST
+    LARGEST = max(LARGEST, float(batch[0].abs().max()))
+    return of(model, batch)
+
+
+def kept_in_a_place(model, batch):
+    PLACE.last = float(batch[0].sum())
+    return of(model, batch)
+
+
+def kept_on_a_class(model, batch):
+    OfAClass.last = float(batch[0].sum())
+    return of(model, batch)
+
+
+class BySomethingElse(nn.Linear):
+    @property
+    def seen(self):
+        return SEEN
+
+    def forward(self, x):
+        self.seen.extend(x.detach())
+        return super().forward(x)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +289,13 @@ def kept_in_the_file(model, batch):
     [
         (OfAClass, F.cross_entropy, "class OfAClass.queue"),
         (OfAFile, F.cross_entropy, "SEEN, which class OfAFile.forward reads"),
+        (BySomethingElse, F.cross_entropy, "SEEN, which class BySomethingElse.seen reads"),
         (nn.Linear, kept_in_the_file, "SEEN, which the loss reads"),
+        (nn.Linear, kept_by_another_function, "SEEN, which keep, which the loss reads reads"),
+        (nn.Linear, kept_within, "SEEN, which the loss reads"),
+        (nn.Linear, kept_in_a_number, "LARGEST, which the loss reads"),
+        (nn.Linear, kept_in_a_place, "PLACE, which the loss reads.last"),
+        (nn.Linear, kept_on_a_class, "class OfAClass.last"),
     ],
 )
 def test_what_is_kept_on_a_class_or_in_a_file_is_seen(model, loss, where):
@@ -254,6 +326,29 @@ def test_no_way_of_writing_to_a_tensor_escapes(write, dtype):
         write(model.seen)
     with unchanged(model, "it was looked at"):
         model(torch.zeros(1, 6))
+
+
+def test_tensors_of_every_kind_can_be_compared():
+    odd = {
+        "conj": torch.ones(3, dtype=torch.complex64).conj(),
+        "negative": torch.ones(3, dtype=torch.complex64).conj().imag,
+        "quantised": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        "sparse": torch.eye(3).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": torch.ones(3, device="meta"),
+        "empty": torch.zeros(0, 4),
+        "alone": torch.zeros(()),
+        "expanded": torch.zeros(1).expand(5),
+        "turned": torch.arange(6.0).view(2, 3).T,
+        "half": torch.ones(3, dtype=torch.float16),
+        "large": torch.ones(100_001),
+    }
+    once, again = contents_of(odd.values()), contents_of(odd.values())
+    assert once == again and len(once) == len(odd)
+    assert contents_of([torch.arange(7.0)]) != contents_of([torch.arange(7.0).flip(0)]), "order counts"
+    assert contents_of([torch.ones(100_001)]) != contents_of(
+        [torch.ones(100_001).index_fill_(0, torch.tensor([5]), 2.0)]
+    )
 
 
 def test_a_change_is_found_where_something_else_failed_too():

@@ -369,24 +369,50 @@ def test_a_noise_multiplier_where_the_noise_is_calibrated_is_sent_to_the_call_th
         )  # fmt: skip
 
 
+class LateMean(nn.Module):
+    def __init__(self, written: str) -> None:
+        super().__init__()
+        self.layer, self.armed, self.written = network(), False, written
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        if self.armed and self.written == "data":
+            self.mean.data = x.detach().mean(0)
+        elif self.armed:
+            self.mean.copy_(x.detach().mean(0))
+        return self.layer(x)
+
+
 @pytest.mark.parametrize("written", ["data", "copy_"])
-def test_a_module_that_keeps_what_it_was_run_on_stops_the_training(written):
-    class LateMean(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.armed = network(), False
-            self.register_buffer("mean", torch.zeros(6))
-
-        def forward(self, x):
-            if self.armed and written == "data":
-                self.mean.data = x.detach().mean(0)
-            elif self.armed:
-                self.mean.copy_(x.detach().mean(0))
-            return self.layer(x)
-
-    model = LateMean()
-    _, model, optimizer, loader = private(model=model)
+def test_a_module_that_keeps_what_it_was_run_on_stops_the_training_for_good(tmp_path, written):
+    engine, model, optimizer, loader = private(model=LateMean(written))
     train(model, optimizer, loader, steps=1)
     model.armed = True
     with pytest.raises(ModelChanged, match="was changed while it was run on the batch"):
         train(model, optimizer, loader, steps=1)
+    for further in (
+        lambda: train(model, optimizer, loader, steps=1),
+        lambda: engine.statement(1e-5),
+        lambda: engine.save_checkpoint(path=tmp_path / "kept", module=model, optimizer=optimizer),
+    ):
+        with pytest.raises(ModelChanged):
+            further()
+
+
+def test_a_module_that_keeps_what_it_was_run_on_is_found_without_a_step():
+    _, model, optimizer, loader = private(model=LateMean("data"))
+    train(model, optimizer, loader, steps=1)
+    model.armed = True
+    with pytest.raises(ModelChanged):
+        for x, y in loader:
+            F.cross_entropy(model(x), y).backward()
+
+
+def test_a_trained_network_in_another_module_is_refused():
+    _, model, optimizer, loader = private()
+    train(model, optimizer, loader, steps=1)
+    with pytest.raises(Refusal, match="was trained or made private before"):
+        again = nn.Sequential(model, nn.Linear(3, 3))
+        PrivacyEngine().make_private(
+            module=again, optimizer=sgd(again), data_loader=loader_of(), noise_multiplier=1.0, max_grad_norm=1.0
+        )

@@ -65,3 +65,18 @@ def test_every_part_of_a_virtual_batch_is_stepped_on(monkeypatch):
         with pytest.warns(PrivacyWarning, match="charged all the same"):
             next(parts)
     assert len(engine.accountant) == 1
+
+
+def test_the_module_may_be_changed_between_the_parts_of_a_sample(monkeypatch):
+    _, model, optimizer, loader = private()
+    with_samples(monkeypatch, optimizer, [*range(10)])
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as physical:
+        for step, (x, y) in enumerate(physical):
+            model.temperature = 1 / (1 + step)
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model[0].weight.clamp_(-2, 2)
+            if step == 2:
+                break

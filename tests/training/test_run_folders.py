@@ -14,6 +14,7 @@ import tptopk
 from tests.training.test_fit import SIZE, data, fit, network, plan
 from tptopk.gradients.traces import ModelChanged
 from tptopk.privacy.refusal import Refusal
+from tptopk.training.checks import refuse_own_records
 
 
 def test_a_run_folder_can_be_loaded(tmp_path):
@@ -169,9 +170,34 @@ def test_a_model_that_was_changed_past_the_mechanism_is_not_saved(tmp_path, writ
 
 def test_the_training_records_are_no_test_set():
     records = data()
-    for same in (records, (records[0], records[1].clone()), torch.utils.data.TensorDataset(*records)):
+    x, y = records
+    held = torch.utils.data.TensorDataset(*records)
+    for same in (records, (x, y.clone()), held, (x[1:], y[1:]), torch.utils.data.Subset(held, range(5))):
         with pytest.raises(Refusal, match="test_set holds the records of train_set"):
             fit(train_set=records, test_set=same)
+
+
+def test_records_that_are_kept_apart_are_a_test_set():
+    """Also where they lie in one memory, or have one thing in common that is none of the records."""
+
+    class Other(torch.utils.data.Dataset):
+        tensors = None
+
+        def __len__(self):
+            return 5
+
+        def __getitem__(self, i):
+            return x[i] + 0, y[i]
+
+    x, y = data()
+    both = torch.cat([x, x + 1]), torch.cat([y, y])
+    refuse_own_records((both[0][:SIZE], both[1][:SIZE]), (both[0][SIZE:], both[1][SIZE:]))
+    refuse_own_records((both[0][::2], both[1][::2]), (both[0][1::2], both[1][1::2]))
+    refuse_own_records((x, y), (x + 1, y))
+    refuse_own_records((x, y), (x.to_sparse(), y))
+    refuse_own_records((x, y), Other())
+    halves = torch.utils.data.random_split(torch.utils.data.TensorDataset(x, y), [SIZE // 2, SIZE - SIZE // 2])
+    refuse_own_records(*halves)
 
 
 def test_a_loaded_model_is_known_to_have_been_trained(tmp_path):

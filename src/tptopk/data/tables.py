@@ -269,7 +269,7 @@ def faults(path: str | Path, schema: Schema) -> list[str]:
         none = [n for n, text in enumerate(texts, 1) if text.lower() in MISSING]
         if name == schema.target:
             none = [n for n in none if texts[n - 1] not in schema.classes]
-            strange = [n for n, text in enumerate(texts, 1) if text not in schema.classes and n not in set(none)]
+            strange = sorted({n for n, text in enumerate(texts, 1) if text not in schema.classes} - set(none))
             found += _listed(none, f"no label in {name!r}", [])
             found += _listed(strange, f"a label in {name!r} that is no class", texts)
         elif name == schema.unit:

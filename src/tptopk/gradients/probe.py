@@ -60,7 +60,7 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
         first = FirstBatch(model)
         make = working_maker(model, losses, like)
         _refuse_unused(model, losses, make)  # its call also fills caches that are filled once
-        first.refuse(losses, make(1, EXAMPLES))
+        first.refuse(losses, make(0, EXAMPLES), make(1, EXAMPLES))
         with torch.enable_grad():
             refuse_traces(model, losses, make)
         refuse_mixing(model, losses, make, _on_cpu(model))
@@ -105,6 +105,11 @@ def refuse_unsuitable(model: nn.Module) -> None:
             raise Refusal(
                 f"{where} mixes the examples of a batch and keeps statistics of them, so no per-example guarantee can hold. "
                 "Replace it by GroupNorm: model = tptopk.fix(model); for the command line, return tptopk.fix(model) from your function"
+            )
+        if any(type(hook).__name__ == "WeightNorm" for hook in module._forward_pre_hooks.values()):
+            raise Refusal(
+                f"{where} makes its weight anew at every call and keeps it (torch.nn.utils.weight_norm); use "
+                "torch.nn.utils.parametrizations.weight_norm"
             )
         if getattr(module, "track_running_stats", False):
             raise Refusal(

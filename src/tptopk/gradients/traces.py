@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain, pairwise
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,17 @@ OWN = ("_parameters", "_buffers", "_modules")  # where a module keeps what it na
 LONG = 10_000  # entries of a container from which on they are looked at all at once, where they are plain
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+SMALL = 2**16  # numbers
 DEEP = 12  # objects within objects that are looked into
 Seen = dict[int, Any]  # id → what has it, held so that nothing else can have it meanwhile
-LIBRARIES = {"torch", "builtins", "numpy", "transformers", "tptopk"}  # whose classes keep nothing of the data
-CONTAINERS = (Tensor, np.ndarray, list, dict, set, deque, bytearray, array)
+LIBRARIES = {
+    "torch",
+    "numpy",
+    "transformers",
+    "tptopk",
+    *sys.stdlib_module_names,
+}  # whose classes keep nothing of the data
+READ = (Tensor, np.ndarray, list, dict, set, deque, bytearray, array, SimpleNamespace)  # by name, in a file
 OPAQUE = (type, ModuleType, BuiltinFunctionType, torch.device, torch.dtype)
 
 
@@ -68,21 +76,31 @@ def versions_of(model: nn.Module) -> list[tuple[Hashable, ...]]:
 
 @torch.no_grad()
 def contents_of(tensors: Iterable[Tensor]) -> list[int]:
-    """The sum of each tensor's bits, taken as whole numbers."""
+    """The sum of each tensor's bits, taken as whole numbers; in small ones each has a weight of its own, so that order counts."""
     sums: dict[torch.device, list[Tensor]] = {}
     order = []
     for tensor in tensors:
-        plain = tensor.detach()
-        plain = plain.to_dense() if plain.layout != torch.strided else plain
-        plain = torch.view_as_real(plain) if plain.is_complex() else plain
-        plain = plain.contiguous().view(-1)
-        words = (plain.numel() * plain.element_size()) % 8 == 0 == (plain.storage_offset() * plain.element_size()) % 8
-        bits = plain.view(torch.int64 if words else BITS[plain.element_size()])  # eight bytes at a time are quicker
         of_device = sums.setdefault(tensor.device, [])
         order.append((tensor.device, len(of_device)))
-        of_device.append(bits.sum(dtype=torch.int64))
-    found = {device: torch.stack(of_device).tolist() for device, of_device in sums.items()}
+        of_device.append(_sum_of_bits(tensor.detach()))
+    found = {
+        device: torch.stack([v.to(of_device[-1].device) for v in of_device]).tolist()
+        for device, of_device in sums.items()
+    }
     return [found[device][place] for device, place in order]
+
+
+def _sum_of_bits(plain: Tensor) -> Tensor:
+    if plain.is_meta or plain.is_nested:  # holds nothing, or cannot be looked at as a whole
+        return torch.zeros((), dtype=torch.int64, device=plain.device if not plain.is_meta else None)
+    plain = plain.to_dense() if plain.layout != torch.strided else plain
+    plain = plain.int_repr() if plain.is_quantized else plain.resolve_conj().resolve_neg()
+    plain = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().view(-1)
+    words = (plain.numel() * plain.element_size()) % 8 == 0 == (plain.storage_offset() * plain.element_size()) % 8
+    bits = plain.view(torch.int64 if words else BITS[plain.element_size()])  # eight bytes at a time are quicker
+    if 0 < len(bits) <= SMALL:
+        bits = bits * torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    return bits.sum(dtype=torch.int64)
 
 
 class ModelChanged(RuntimeError):
@@ -184,15 +202,30 @@ class FirstBatch:
         with suppress(Exception):  # some models cannot be copied
             self._fresh = copy.deepcopy(model)
 
-    def refuse(self, loss: PerExampleLoss, another: Batch) -> None:
+    def refuse(self, loss: PerExampleLoss, one: Batch, another: Batch) -> None:
         now = _saved(self._model)
         changed = [n for n in now if n not in self._before or not _same(self._before[n], now[n])]
-        if changed and self._fresh is not None:
-            loss(self._fresh, another)
-            other = _saved(self._fresh)
-            changed = [n for n in changed if n not in other or not _same(other[n], now[n])]
-        if changed:
-            raise Refusal(f"{changed[0]} is set by the first batch: it would carry data past the mechanism")
+        if not changed:
+            return
+        both = []
+        pair = [] if self._fresh is None else [copy.deepcopy(self._fresh), self._fresh]
+        for fresh, batch in zip(pair, (one, another), strict=False):
+            with torch.random.fork_rng():
+                torch.manual_seed(0)  # a table may be drawn by chance
+                loss(fresh, batch)
+            both.append(_saved(fresh))
+        for name in changed:
+            if not both or any(name not in found for found in both):
+                raise Refusal(
+                    f"{name} is set by the first batch, and whether by what that holds cannot be told: the model cannot be copied, or the loss does not "
+                    "run the model it is given. Fill it when the model is built"
+                )
+            never_run = name in self._before and _same(self._before[name], both[0][name])
+            if never_run or not _same(both[0][name], both[1][name]):
+                raise Refusal(
+                    f"{name} is set by the first batch: it would carry data past the mechanism. A table that depends on no data is best made when the "
+                    "model is built"
+                )
 
 
 def saved_contents(model: nn.Module) -> list[int]:
@@ -225,12 +258,25 @@ def kept(model: nn.Module, loss: Callable[..., Any]) -> dict[str, Hashable]:
 def _keep_of_class(kind: type, found: dict[str, Hashable], seen: Seen) -> None:
     """What a class holds for all its objects, and what its methods read by name; not of torch's own classes."""
     for one in kind.__mro__:
-        if one.__module__.split(".")[0] in LIBRARIES or id(one) in seen:
+        if _is_library(one) or id(one) in seen:
             continue
         seen[id(one)] = one
         for name, value in vars(one).items():
+            value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if not name.startswith("__") or isinstance(value, FunctionType):
                 _keep(f"class {one.__name__}.{name}", value, found, seen, 1)
+
+
+def _is_library(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).split(".")[0] in LIBRARIES
+
+
+def _names_read(code: CodeType) -> Iterator[str]:
+    """By a function and those within it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_read(inner)
 
 
 def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth: int = 0) -> None:
@@ -268,9 +314,13 @@ def _keep(where: str, value: Any, found: dict[str, Hashable], seen: Seen, depth:
     elif isinstance(value, FunctionType):
         _keep(f"{where}'s defaults", (value.__defaults__, value.__kwdefaults__), found, seen, depth + 1)
         _keep(f"{where}'s attributes", vars(value), found, seen, depth + 1)
-        for name in value.__code__.co_names:
+        for name in dict.fromkeys(_names_read(value.__code__)):
             content = value.__globals__.get(name)
-            if isinstance(content, CONTAINERS):
+            if isinstance(content, type):
+                _keep_of_class(content, found, seen)
+            elif isinstance(content, (*READ, int, float)) or (
+                isinstance(content, FunctionType) and not _is_library(content)
+            ):
                 _keep(f"{name}, which {where} reads", content, found, seen, depth + 1)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             try:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import Subset
 
 from tptopk.gradients.clipping import clipped_sum
 from tptopk.gradients.examples import Batch, take
@@ -89,11 +90,27 @@ def check_length(records: Records, plan: Plan) -> None:
 def refuse_own_records(train_set: Any, test_set: Any) -> None:
     """Refuse to measure on the private records under the name of a test set."""
 
-    def memory(data: Any) -> set[int]:
-        parts = data if isinstance(data, (tuple, list)) else getattr(data, "tensors", ())
-        return {part.data_ptr() for part in parts if isinstance(part, Tensor) and part.numel()}
+    def inputs(data: Any) -> Tensor | None:
+        """The first tensor of records that are held in tensors."""
+        while isinstance(data, Subset):
+            data = data.dataset
+        parts = data if isinstance(data, (tuple, list)) else getattr(data, "tensors", None)
+        first = parts[0] if isinstance(parts, (tuple, list)) and parts else None
+        return first if isinstance(first, Tensor) and first.layout == torch.strided and first.numel() else None
 
-    if test_set is train_set or memory(train_set) & memory(test_set):
+    def overlap(one: Tensor, other: Tensor) -> bool:
+        if one.data_ptr() == other.data_ptr():
+            return True
+        if not (one.is_contiguous() and other.is_contiguous()):  # every second record, say
+            return False
+        ends = [t.data_ptr() + t.numel() * t.element_size() for t in (one, other)]
+        return max(one.data_ptr(), other.data_ptr()) < min(ends) and one.device == other.device
+
+    one, other = inputs(train_set), inputs(test_set)
+    both_chosen = isinstance(train_set, Subset) and isinstance(
+        test_set, Subset
+    )  # of one dataset, records apart, it may be
+    if test_set is train_set or (one is not None and other is not None and not both_chosen and overlap(one, other)):
         raise Refusal(
             "test_set holds the records of train_set: what is measured on private records has no guarantee; give records that are "
             "kept apart, or leave test_set out"

@@ -188,7 +188,7 @@ class PrivacyEngine:
             raise Refusal(
                 "this engine has made a training private already; one engine keeps one account, so make another"
             )
-        if isinstance(optimizer, PrivateOptimizer) or module in TRAINED:
+        if isinstance(optimizer, PrivateOptimizer) or any(part in TRAINED for part in module.modules()):
             raise Refusal(
                 "this module or optimizer was trained or made private before, and its weights carry that training's cost; build both anew, "
                 "or go on with what make_private returned"
@@ -231,6 +231,7 @@ class PrivacyEngine:
         steps = self.accountant.steps
         if steps is None:
             raise Refusal("call make_private first: a statement is of a private training")
+        steps.refuse_if_changed()
         plan, charged = steps.plan, steps.ledger.charged
         whole = all(charged[i] >= p.steps for i, p in enumerate(plan.phases))
         if plan.target_epsilon is None:
@@ -302,6 +303,7 @@ class PrivacyEngine:
         """
         _refuse_given(noise_scheduler, grad_clip_scheduler, module_state_dict_kwargs, torch_save_kwargs)
         steps = self._steps_of(module, optimizer)
+        steps.refuse_if_changed()
         checkpoints.save(path, steps, optimizer=optimizer is not None, yours=checkpoint_dict or {})
 
     @refuse_unknown_keywords

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from tptopk.gradients.clipping import Clip, ClippedSum
 from tptopk.gradients.examples import Batch
 from tptopk.gradients.precision import computing_in
-from tptopk.gradients.traces import refuse_changed, versions_of
+from tptopk.gradients.traces import ModelChanged, refuse_changed, versions_of
 from tptopk.integrations.opacus.charges import Charges
 from tptopk.integrations.opacus.door import Door, _nothing, closed_door  # noqa: F401  # older pickles name the last two here
 from tptopk.integrations.opacus.loader import Part
@@ -90,6 +90,7 @@ class PrivateSteps:
         self._depth, self._passes, self._forwards = 0, 0, 0
         self._thrown = ExitStack()  # the dice of the forward pass that is going on
         self._probed = self._said = False
+        self._changed: ModelChanged | None = None
         self.policy = SupportPolicy(plan, Support.full(module), lambda n: self._streams.numpy("support", n))
         self._renew()
         self._sampler = PoissonSampler(self.dataset_size, self._streams)  # kept when a checkpoint is loaded
@@ -141,7 +142,8 @@ class PrivateSteps:
         elif self._drawn is not None:
             self._close_recording()
             self._drawn.left_out |= not self._drawn.stepped
-            self._drawn.part, self._drawn.stepped = part, False
+            self._check_kept_nothing(self._drawn)
+            self._drawn.part, self._drawn.stepped, self._drawn.before = part, False, None
 
     def end_pass(self, number: int) -> None:
         if number == self._passes:
@@ -152,6 +154,8 @@ class PrivateSteps:
         drawn = self._drawn
         self._close_recording()
         self._drawn = None
+        if drawn is not None:
+            self._check_kept_nothing(drawn)
         if drawn is None or (drawn.stepped and drawn.part.last):
             return
         if not (drawn.ran or (passed_over and self.module.training)):
@@ -217,6 +221,22 @@ class PrivateSteps:
             self._drawn.recording.__exit__(None, None, None)
             self._drawn.recording = None
 
+    def _check_kept_nothing(self, drawn: Drawn) -> None:
+        """The module holds what it held before it was run on this part; if not, nothing goes on here any more."""
+        if drawn.before is None or drawn.stepped:
+            return
+        try:
+            refuse_changed(
+                self.module, drawn.before, "it was run on the batch (change it before its forward pass, or after step)"
+            )
+        except ModelChanged as error:
+            self._changed = error
+            raise
+
+    def refuse_if_changed(self) -> None:
+        if self._changed is not None:
+            raise self._changed
+
     def _check_unchanged(self) -> None:
         now = trainable(self.module)
         if now.keys() != self._parameters.keys() or any(p is not self._parameters[name] for name, p in now.items()):
@@ -237,6 +257,7 @@ class PrivateSteps:
 
     def step(self) -> bool:
         """Clip and add up the batch; after the last part of a sample, charge, release and move the model."""
+        self.refuse_if_changed()
         drawn = self._drawn
         if drawn is None or drawn.stepped:
             raise RuntimeError(
@@ -260,8 +281,7 @@ class PrivateSteps:
             part = self._clipped(drawn, support)
             drawn.total = part if drawn.total is None else drawn.total + part
         self._close_recording()
-        if drawn.before is not None:
-            refuse_changed(self.module, drawn.before, "it was run on the batch")
+        self._check_kept_nothing(drawn)
         drawn.stepped = True
         if not drawn.part.last:
             return False
