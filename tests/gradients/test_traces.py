@@ -328,6 +328,7 @@ def test_no_way_of_writing_to_a_tensor_escapes(write, dtype):
         model(torch.zeros(1, 6))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of kinds that it will drop
 def test_tensors_of_every_kind_can_be_compared():
     odd = {
         "conj": torch.ones(3, dtype=torch.complex64).conj(),
