@@ -21,7 +21,7 @@ from tptopk.gradients.probe import refuse_unsuitable
 from tptopk.privacy.account import read_account
 from tptopk.privacy.ledger_record import read_ledger
 from tptopk.privacy.methods import method_named
-from tptopk.privacy.plan import Plan
+from tptopk.privacy.plan import Plan, active_of
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal, check_count
 from tptopk.report.plots import check_figure, comparison_figure
@@ -118,7 +118,7 @@ def show_plan(settings: Settings, coordinates: int | None, json_: bool) -> None:
     if coordinates is None:
         coordinates = Support.full(settings.build_model()).total
     check_count("coordinates", coordinates)
-    values = plan_values(calibrated(settings), coordinates)
+    values = plan_values(calibrated(settings, coordinates), coordinates)
     if json_:
         print(json.dumps({**values, "model": network}))
         return
@@ -155,8 +155,10 @@ def _settings_of(path: str, given: Settings) -> tuple[Settings, Plan]:
     return replace(own, **changed), record.plan
 
 
-def calibrated(settings: Settings) -> Plan:
-    """The settings' plan; if it takes long, that is said, and what would be faster."""
+def calibrated(settings: Settings, coordinates: int | None = None) -> Plan:
+    """The settings' plan; if it takes long, that is said, and what would be faster. A ratio that leaves nothing is refused before."""
+    if coordinates is not None and method_named(settings.method).sparse:
+        active_of(settings.active_ratio, coordinates)
     with _said_if_slow(settings.accountant):
         return settings.plan()
 
@@ -199,7 +201,7 @@ def train(
             training, canaries = plant(training, settings.audit_canaries, model)
         optimizer = settings.build_optimizer(model)
         unit = settings.load_unit()
-        plan = resumed or by or calibrated(settings)
+        plan = resumed or by or calibrated(settings, Support.full(model).total)
         if resumed and out is not None and not plan.spec.warmup and (Path(out) / WARMUP).exists():
             # of `tptopk advise`; it is filled from the checkpoint
             warmup = WarmUp(WarmUp.load(Path(out) / WARMUP).plan)
