@@ -17,9 +17,8 @@ def no_module_outlives_its_test(tmp_path_factory):
     yield
     for name in set(sys.modules) - before:
         module = sys.modules[name]
-        file = getattr(module, "__file__", None) or next(
-            iter(getattr(module, "__path__", [])), None
-        )  # a folder has no file
+        folders = iter(getattr(module, "__path__", []))
+        file = getattr(module, "__file__", None) or next(folders, None)
         if file and Path(file).is_relative_to(tmp_path_factory.getbasetemp()):
             del sys.modules[name]
 

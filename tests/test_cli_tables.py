@@ -13,7 +13,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tptopk.data.tables import faults, read_with, schema_of
+from tptopk.data.table_checks import faults
+from tptopk.data.tables import read_with, schema_of
 from tptopk.integrations.sklearn import TPTopKClassifier
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.run import load

@@ -11,15 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tptopk.data import findings, read_schema, read_table
+from tptopk.data.table_checks import beyond_bounds, unit_findings
 from tptopk.data.tables import (
-    beyond_bounds,
     header_of,
     read_table_inputs,
     read_unit,
     read_with,
     schema_from,
     schema_of,
-    unit_findings,
 )
 from tptopk.privacy.refusal import Refusal
 

@@ -216,7 +216,8 @@ def test_no_process_outlives_an_interrupted_or_killed_command_and_what_was_finis
         [sys.executable, str(script), str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(here)}, start_new_session=True,
     )  # fmt: skip
-    assert process.stdout is not None and process.stdout.readline(), "one run has ended"
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())  # one run has ended
     if end == signal.SIGINT:
         os.killpg(process.pid, end)  # as a terminal sends it
     else:
@@ -224,3 +225,6 @@ def test_no_process_outlives_an_interrupted_or_killed_command_and_what_was_finis
     _, error = process.communicate(timeout=60)  # comes back when the last process has let go of the output
     assert process.returncode != 0 and error.count("Traceback") <= 1, error
     assert [result["recipe"]["seed"] for result in read_results(path)] == [0]
+    if end == signal.SIGINT:  # it has been waited for; nobody waits for those of a killed command
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)

@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 import tptopk
+from tests.gradients.cases import LateMean
 from tests.integrations.loops import BATCH, N, network, private, records, sgd, train, with_samples
 from tptopk.gradients.traces import ModelChanged
 from tptopk.integrations.opacus import PrivacyEngine
@@ -369,23 +370,9 @@ def test_a_noise_multiplier_where_the_noise_is_calibrated_is_sent_to_the_call_th
         )  # fmt: skip
 
 
-class LateMean(nn.Module):
-    def __init__(self, written: str) -> None:
-        super().__init__()
-        self.layer, self.armed, self.written = network(), False, written
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x):
-        if self.armed and self.written == "data":
-            self.mean.data = x.detach().mean(0)
-        elif self.armed:
-            self.mean.copy_(x.detach().mean(0))
-        return self.layer(x)
-
-
 @pytest.mark.parametrize("written", ["data", "copy_"])
 def test_a_module_that_keeps_what_it_was_run_on_stops_the_training_for_good(tmp_path, written):
-    engine, model, optimizer, loader = private(model=LateMean(written))
+    engine, model, optimizer, loader = private(model=LateMean(network(), written))
     train(model, optimizer, loader, steps=1)
     model.armed = True
     with pytest.raises(ModelChanged, match="was changed while it was run on the batch"):
@@ -400,7 +387,7 @@ def test_a_module_that_keeps_what_it_was_run_on_stops_the_training_for_good(tmp_
 
 
 def test_a_module_that_keeps_what_it_was_run_on_is_found_without_a_step():
-    _, model, optimizer, loader = private(model=LateMean("data"))
+    _, model, optimizer, loader = private(model=LateMean(network(), "data"))
     train(model, optimizer, loader, steps=1)
     model.armed = True
     with pytest.raises(ModelChanged):

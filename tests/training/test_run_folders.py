@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import tptopk
+from tests.gradients.cases import LateMean
 from tests.training.test_fit import SIZE, data, fit, network, plan
 from tptopk.gradients.traces import ModelChanged
 from tptopk.privacy.refusal import Refusal
@@ -131,25 +132,9 @@ def test_weights_of_another_model_are_refused(tmp_path):
             tptopk.load(tmp_path / "run", other)
 
 
-class LateMean(nn.Module):
-    """Behaves until it is armed; then keeps a statistic of its data, by a way that leaves no new version or by one that does."""
-
-    def __init__(self, written: str) -> None:
-        super().__init__()
-        self.layer, self.armed, self.written = network(), False, written
-        self.register_buffer("mean", torch.zeros(6))
-
-    def forward(self, x):
-        if self.armed and self.written == "data":
-            self.mean.data = x.detach().mean(0)
-        elif self.armed:
-            self.mean.copy_(x.detach().mean(0))
-        return self.layer(x)
-
-
 @pytest.mark.parametrize("written", ["data", "copy_"])
 def test_a_model_that_was_changed_past_the_mechanism_is_not_saved(tmp_path, written):
-    model = LateMean(written)
+    model = LateMean(network(), written)
 
     def arm(record):
         model.armed = record.step == 20
@@ -162,9 +147,9 @@ def test_a_model_that_was_changed_past_the_mechanism_is_not_saved(tmp_path, writ
     kept = load_file(next((tmp_path / "run").glob("checkpoint-*")))
     assert not any(value.any() for name, value in kept.items() if "mean" in name)
     with pytest.raises(Refusal, match="was killed before it could save a model"):
-        tptopk.load(tmp_path / "run", LateMean(written))
+        tptopk.load(tmp_path / "run", LateMean(network(), written))
     with pytest.warns(tptopk.PrivacyWarning, match="steps were dropped"):
-        run = fit(LateMean(written), out=tmp_path / "run", resume=True)
+        run = fit(LateMean(network(), written), out=tmp_path / "run", resume=True)
     assert run.status == "finished" and not run.model.mean.any()
 
 

@@ -43,7 +43,7 @@ def check(
     """
     from tptopk.data.files import findings
     from tptopk.data.sources import read_schema_for, read_source, source_findings
-    from tptopk.data.tables import faults
+    from tptopk.data.table_checks import faults
 
     source = path or "digits"
     columns = read_schema_for(source, schema)
@@ -86,7 +86,8 @@ def check(
 
 def _show_columns(path: str, schema: Schema) -> None:
     """How many inputs come from where, and which columns are left out."""
-    from tptopk.data.tables import header_of, read_unit, unit_findings
+    from tptopk.data.table_checks import unit_findings
+    from tptopk.data.tables import header_of, read_unit
 
     print(schema.inputs_in_words())
     left_out = [name for name in header_of(path) if name not in (*schema.used, schema.target, schema.unit)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tptopk.data import images, tables
+from tptopk.data import images, table_checks, tables
 from tptopk.data.cifar import load_cifar10
 from tptopk.data.constants import BENCHMARKS, MEDMNIST, data_folder, is_benchmark, missing
 from tptopk.data.digits import Pair, digits
@@ -103,7 +103,7 @@ def read_source_inputs(
 def source_findings(source: str, schema: tables.Schema | None = None) -> list[str]:
     """What is strange of the source itself, beside the inputs that its records become."""
     if schema is not None:
-        return tables.beyond_bounds(source, schema)
+        return table_checks.beyond_bounds(source, schema)
     return images.folder_findings(source) if _kind(source, None, None, "RGB") == "folder" else []
 
 

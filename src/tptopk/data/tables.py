@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import tomllib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -115,7 +114,7 @@ class Schema:
         """The inputs [N, D] for columns of text."""
         made = [np.zeros((count, 0), np.float32)]
         for name, (low, high) in self.numeric.items():
-            values = _numbers(columns[name], name, path)
+            values = numbers_of(columns[name], name, path)
             made.append(np.stack([scaled(values, low, high), np.isnan(values)], 1).astype(np.float32))  # [N, 2]
         made += [one_hot(columns[name], known) for name, known in self.categories.items()]  # [N, categories + 1]
         return torch.from_numpy(np.concatenate(made, 1))
@@ -212,9 +211,6 @@ def read_table(
     return read_with(path, schema_of(target=target, classes=classes, numeric=numeric, categories=categories))
 
 
-SHOWN = 5  # records that are named of those with one fault
-
-
 def read_with(path: str | Path, schema: Schema) -> Pair:
     """The same with a schema. A record without a label, or with one that is not a class, is refused: repair the table first."""
     columns = text_columns(path, [*schema.used, schema.target])
@@ -252,56 +248,6 @@ def read_unit(path: str | Path, schema: Schema) -> list[str]:
             "the table"
         )
     return ids
-
-
-def unit_findings(ids: Sequence[str], schema: Schema) -> str:
-    """How many units there are, and how many of them have more records than take part. Not private: an operator's own look."""
-    counts = Counter(ids)
-    more = sum(count > (schema.most_rows or 0) for count in counts.values())
-    return f"{len(counts)} {schema.unit_word}s, {more} of them with more than {schema.most_rows} records (the first {schema.most_rows} take part)"
-
-
-def faults(path: str | Path, schema: Schema) -> list[str]:
-    """Every record that training would refuse the table for, with what stands there. Not private: an operator's own look."""
-    columns = text_columns(path, [*schema.used, schema.target, *([schema.unit] if schema.unit else [])])
-    found = []
-    for name, texts in columns.items():
-        none = [n for n, text in enumerate(texts, 1) if text.lower() in MISSING]
-        if name == schema.target:
-            none = [n for n in none if texts[n - 1] not in schema.classes]
-            strange = sorted({n for n, text in enumerate(texts, 1) if text not in schema.classes} - set(none))
-            found += _listed(none, f"no label in {name!r}", [])
-            found += _listed(strange, f"a label in {name!r} that is no class", texts)
-        elif name == schema.unit:
-            found += _listed(none, f"no {name!r}", [])
-        elif name in schema.numeric:
-            strange = [n for n, text in enumerate(texts, 1) if parsed([text]).text]
-            found += _listed(strange, f"what is no number in column {name!r}", texts)
-    return found
-
-
-def _listed(records: Sequence[int], what: str, texts: Sequence[str]) -> list[str]:
-    """`2 records have no label in 'ill': record 3, record 17`, the first few, and what stands there where texts are given."""
-    if not records:
-        return []
-    places = [f"record {n}" + (f" ({texts[n - 1]!r})" if texts else "") for n in records[:SHOWN]]
-    more = [f"and {len(records) - SHOWN} more"] if len(records) > SHOWN else []
-    return [
-        f"{len(records)} {'record has' if len(records) == 1 else 'records have'} {what}: {', '.join([*places, *more])}"
-    ]
-
-
-def beyond_bounds(path: str | Path, schema: Schema) -> list[str]:
-    """How many numbers lie outside the bounds that were declared for them. Not private: an operator's own look."""
-    columns, found = text_columns(path, list(schema.numeric)), []
-    for name, (low, high) in schema.numeric.items():
-        values = _numbers(columns[name], name, path)
-        if beyond := int(((values < low) | (values > high)).sum()):
-            whose = "1 record has" if beyond == 1 else f"{beyond} records have"
-            found.append(
-                f"{whose} a number outside [{low:g}, {high:g}] in column {name!r}, which counts as the nearest bound"
-            )
-    return found
 
 
 def header_of(path: str | Path) -> list[str]:
@@ -405,7 +351,7 @@ def _parquet_columns(path: Path, names: list[str]) -> dict[str, list[str]]:
         raise Refusal(f"{path} cannot be read as a Parquet file: {error}") from error
 
 
-def _numbers(texts: Sequence[str], name: str, path: str | Path) -> np.ndarray[Any, Any]:
+def numbers_of(texts: Sequence[str], name: str, path: str | Path) -> np.ndarray[Any, Any]:
     """[N], NaN where missing."""
     numbers, wrong, _ = parsed(texts)
     if wrong:

@@ -92,6 +92,7 @@ def run_all(
             of_file = {job.recipe: job for job in jobs if job.path == path}
             if pending(of_file, path):
                 held.callback(os.close, open_locked(path, os.O_CREAT))
+                # asked again: another process may have ended some before the file was this one's
                 wanted += sorted((of_file[r] for r in pending(of_file, path)), key=_kinship)
         _run(wanted, data_dir, device, on_result, processes, source)
 

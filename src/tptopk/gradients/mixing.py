@@ -34,29 +34,6 @@ MIXED = (
 
 
 @torch.no_grad()
-def refuse_mixing_among(model: nn.Module, loss: PerExampleLoss, make: Maker, examples: int) -> None:
-    """The same of as many examples as a batch will have: a loss may compare them only where they are many."""
-    batch, others = make(0, examples), make(1, examples)
-    large = tree_map(lambda leaf: leaf * SIZES[0] if _is_filled(leaf) and _has_fractions(leaf) else leaf, others)
-    place = torch.arange(examples, device=tensors_of(batch)[0].device) < examples // 2
-
-    def first_half(beside_them: Batch) -> Tensor | None:
-        """None where such values are more than the model or the loss takes."""
-        whole = tree_map(lambda a, b: a if a is None else torch.where(beside(place, a), a, b), batch, beside_them)
-        try:
-            return held_fixed(loss, model, whole)[: examples // 2]
-        except (torch.OutOfMemoryError, Refusal):
-            raise
-        except Exception:
-            return None
-
-    with deterministic(model, loss, make(0, EXAMPLES)):
-        found = [half for half in map(first_half, (batch, others, large)) if half is not None]
-    if any(not torch.allclose(found[0], half, rtol=1e-4, atol=1e-5, equal_nan=True) for half in found[1:]):
-        raise Refusal(f"{MIXED} (it shows in a batch of {examples})")
-
-
-@torch.no_grad()
 def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn.Module) -> None:
     """An example's loss is the same whatever stands beside it, and however much; also beside masks and labels to ignore.
 
@@ -78,6 +55,29 @@ def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn
                 + " (it shows where masks or labels to ignore differ between records: a loss divided by the number of tokens that "
                 "count must be divided by each example's own number, not by the batch's)"
             )
+
+
+@torch.no_grad()
+def refuse_mixing_among(model: nn.Module, loss: PerExampleLoss, make: Maker, examples: int) -> None:
+    """The same of as many examples as a batch will have: a loss may compare them only where they are many."""
+    batch, others = make(0, examples), make(1, examples)
+    large = tree_map(lambda leaf: leaf * SIZES[0] if _is_filled(leaf) and _has_fractions(leaf) else leaf, others)
+    place = torch.arange(examples, device=tensors_of(batch)[0].device) < examples // 2
+
+    def first_half(beside_them: Batch) -> Tensor | None:
+        """None where such values are more than the model or the loss takes."""
+        whole = tree_map(lambda a, b: a if a is None else torch.where(beside(place, a), a, b), batch, beside_them)
+        try:
+            return held_fixed(loss, model, whole)[: examples // 2]
+        except (torch.OutOfMemoryError, Refusal):
+            raise
+        except Exception:
+            return None
+
+    with deterministic(model, loss, make(0, EXAMPLES)):
+        found = [half for half in map(first_half, (batch, others, large)) if half is not None]
+    if any(not torch.allclose(found[0], half, rtol=1e-4, atol=1e-5, equal_nan=True) for half in found[1:]):
+        raise Refusal(f"{MIXED} (it shows in a batch of {examples})")
 
 
 class _NotTaken(Exception):

@@ -32,13 +32,8 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by th
 SMALL = 2**16  # numbers
 DEEP = 12  # objects within objects that are looked into
 Seen = dict[int, Any]  # id → what has it, held so that nothing else can have it meanwhile
-LIBRARIES = {
-    "torch",
-    "numpy",
-    "transformers",
-    "tptopk",
-    *sys.stdlib_module_names,
-}  # whose classes keep nothing of the data
+# whose classes and functions keep nothing of the data
+LIBRARIES = {"torch", "numpy", "transformers", "tptopk", *sys.stdlib_module_names}
 READ = (Tensor, np.ndarray, list, dict, set, deque, bytearray, array, SimpleNamespace)  # by name, in a file
 OPAQUE = (type, ModuleType, BuiltinFunctionType, torch.device, torch.dtype)
 
@@ -83,16 +78,13 @@ def contents_of(tensors: Iterable[Tensor]) -> list[int]:
         of_device = sums.setdefault(tensor.device, [])
         order.append((tensor.device, len(of_device)))
         of_device.append(_sum_of_bits(tensor.detach()))
-    found = {
-        device: torch.stack([v.to(of_device[-1].device) for v in of_device]).tolist()
-        for device, of_device in sums.items()
-    }
+    found = {device: torch.stack(of_device).tolist() for device, of_device in sums.items()}
     return [found[device][place] for device, place in order]
 
 
 def _sum_of_bits(plain: Tensor) -> Tensor:
     if plain.is_meta or plain.is_nested:  # holds nothing, or cannot be looked at as a whole
-        return torch.zeros((), dtype=torch.int64, device=plain.device if not plain.is_meta else None)
+        return torch.zeros((), dtype=torch.int64, device="cpu" if plain.is_meta else plain.device)
     plain = plain.to_dense() if plain.layout != torch.strided else plain
     plain = plain.int_repr() if plain.is_quantized else plain.resolve_conj().resolve_neg()
     plain = (torch.view_as_real(plain) if plain.is_complex() else plain).contiguous().view(-1)

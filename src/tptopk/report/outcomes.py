@@ -28,9 +28,8 @@ class Spread:
     mean: float
     std: float | None  # None for one seed
     seeds: int
-    degrees: float | None = (
-        None  # of freedom of the deviation; one less than there are seeds, unless it is put together from several
-    )
+    # of freedom of the deviation; one less than there are seeds, unless it is put together from several
+    degrees: float | None = None
 
     @property
     def uncertainty(self) -> tuple[float, float]:

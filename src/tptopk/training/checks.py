@@ -107,9 +107,8 @@ def refuse_own_records(train_set: Any, test_set: Any) -> None:
         return max(one.data_ptr(), other.data_ptr()) < min(ends) and one.device == other.device
 
     one, other = inputs(train_set), inputs(test_set)
-    both_chosen = isinstance(train_set, Subset) and isinstance(
-        test_set, Subset
-    )  # of one dataset, records apart, it may be
+    # two choices from one dataset may hold no record in common
+    both_chosen = isinstance(train_set, Subset) and isinstance(test_set, Subset)
     if test_set is train_set or (one is not None and other is not None and not both_chosen and overlap(one, other)):
         raise Refusal(
             "test_set holds the records of train_set: what is measured on private records has no guarantee; give records that are "

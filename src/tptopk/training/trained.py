@@ -10,3 +10,8 @@ from weakref import WeakSet
 from torch import nn
 
 TRAINED: WeakSet[nn.Module] = WeakSet()
+
+
+def was_trained(model: nn.Module) -> bool:
+    """The model, or a part of it."""
+    return any(part in TRAINED for part in model.modules())

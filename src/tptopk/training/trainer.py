@@ -50,7 +50,7 @@ from tptopk.training.run import Run
 from tptopk.training.sampling import Collate, PoissonSampler
 from tptopk.training.standardize import Standardize, check_queries, holds_queries
 from tptopk.training.standing import Standing, check_scheduler_can_be_saved, follow
-from tptopk.training.trained import TRAINED
+from tptopk.training.trained import TRAINED, was_trained
 from tptopk.training.updates import WeightAverage, check_optimizer
 
 
@@ -163,7 +163,7 @@ def fit(
             if plan.spec.private:
                 refuse_own_records(train_set, test_set)
             check_test_set(model, test_set, loss, collate, device)
-        if plan.spec.private and any(module in TRAINED for module in model.modules()):
+        if plan.spec.private and was_trained(model):
             warnings.warn(
                 "this model was trained before in this process: its weights carry what that run cost, which this run's ε does not "
                 "count",

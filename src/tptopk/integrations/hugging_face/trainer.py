@@ -39,7 +39,7 @@ from tptopk.privacy.refusal import Refusal, check_count, nearest
 from tptopk.training.checks import MOST_EXAMPLES, check_length, largest_batch
 from tptopk.training.run import Run
 from tptopk.training.sampling import Records
-from tptopk.training.trained import TRAINED
+from tptopk.training.trained import TRAINED, was_trained
 from tptopk.training.updates import check_optimizer
 
 OF_PRIVATE_RECORDS = ("loss", "grad_norm", "train_loss")  # what Trainer logs of its training batches
@@ -198,7 +198,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
                 "trial: a search trains on the private records again and again, and this plan pays for one training"
             )
         self._checkpoint = checkpoint_at(resume_from_checkpoint, self.args.output_dir)
-        if self.model in TRAINED and self._checkpoint is None:
+        if was_trained(self.model) and self._checkpoint is None:
             raise Refusal(
                 "this model was trained before, and its weights carry that run's cost; give resume_from_checkpoint=, or build model and "
                 "trainer anew"

@@ -27,7 +27,7 @@ from tptopk.privacy.plan import Phase, Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, check_number, refuse_unknown_keywords
 from tptopk.privacy.statement import statement
 from tptopk.training.facts import facts_of_ledger
-from tptopk.training.trained import TRAINED
+from tptopk.training.trained import TRAINED, was_trained
 from tptopk.training.updates import check_optimizer
 
 MOST_EPOCHS = 10_000  # where a plan ends that was given no horizon
@@ -188,7 +188,7 @@ class PrivacyEngine:
             raise Refusal(
                 "this engine has made a training private already; one engine keeps one account, so make another"
             )
-        if isinstance(optimizer, PrivateOptimizer) or any(part in TRAINED for part in module.modules()):
+        if isinstance(optimizer, PrivateOptimizer) or was_trained(module):
             raise Refusal(
                 "this module or optimizer was trained or made private before, and its weights carry that training's cost; build both anew, "
                 "or go on with what make_private returned"

@@ -61,7 +61,7 @@ class Drawn:
     stepped: bool = False  # whether `step` was called for this part
     left_out: bool = False  # whether an earlier part of the sample was not stepped on
     total: ClippedSum | None = None  # of the parts so far
-    before: list[Any] | None = None  # what the module held when it was first run on the sample
+    before: list[Any] | None = None  # what the module held when it was first run on this part
 
 
 class PrivateSteps:
