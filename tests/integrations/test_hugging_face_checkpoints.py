@@ -135,6 +135,10 @@ def test_a_model_that_another_part_of_the_library_trained_is_refused(tmp_path):
     TRAINED.add(model)  # as fit and PrivacyEngine do
     with pytest.raises(Refusal, match="its weights carry that run's cost"):
         private(tmp_path, model).train()
+    part_of = network()
+    TRAINED.add(part_of.bert)
+    with pytest.raises(Refusal, match="its weights carry that run's cost"):
+        private(tmp_path, part_of).train()
     own = private(tmp_path, args={"max_steps": 1})
     own.train()
     assert own.model in TRAINED
