@@ -10,10 +10,12 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from tests.data.made import make_cifar10, make_mnist
 from tptopk.cli import main
 from tptopk.experiments import recipes, reproduce, results
+from tptopk.experiments.features import seen
 from tptopk.supports.advice import advise
 from tptopk.supports.warmup import WarmUp
 
@@ -102,7 +104,7 @@ def test_a_run_keeps_what_advice_its_warm_up_would_have_given(tmp_path, monkeypa
     reproduce._calibrated.cache_clear()
     make_mnist(tmp_path)
     r = recipes.quick_recipe("mnist", "tp-topk", 3.0, 0, epochs=8)
-    made = reproduce.features(r.dataset, str(tmp_path), r.views, r.records, "cpu")
+    made = reproduce.features(r.dataset, str(tmp_path), r.views, r.shift, r.records, "cpu")
     train, _ = reproduce.held_out(made, 0)
     r = replace(r, batch_size=max(1, len(train[0]) // 5))
     model = reproduce.network_for(r, train[0], made.scale)
@@ -151,3 +153,18 @@ def test_quick_from_made_up_data_to_a_document_and_again_without_running(tptopk,
         assert (tmp_path / "results/quick/reproduction.md").read_text() == document
     status, out, _ = tptopk("reproduce", "all", "--render", "--quick", "--json")
     assert json.loads(out)["document"] == "results/quick/reproduction.md"
+
+
+def test_views_are_the_image_its_mirror_and_each_of_them_moved_both_ways():
+    images = torch.arange(2 * 4 * 5.0).view(2, 1, 4, 5)
+    assert torch.equal(seen(images, 1, 0), images[:, None])
+    assert torch.equal(seen(images, 2, 0), torch.stack([images, images.flip(-1)], 1))
+    moved = seen(images, 2, 1)
+    assert moved.shape == (2, 4, 1, 4, 5) and torch.equal(seen(images, 1, 1), moved[:, :2])
+    assert torch.equal(moved[:, 0, :, :3, :4], images[..., 1:, 1:]) and torch.equal(
+        moved[:, 0, :, 3], moved[:, 0, :, 2]
+    )
+    assert torch.equal(moved[:, 1, :, 1:, 1:], images[..., :3, :4]) and torch.equal(
+        moved[:, 1, ..., 0], moved[:, 1, ..., 1]
+    )
+    assert torch.equal(moved[:, 2:], moved[:, :2].flip(-1))

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tptopk.data import load
 from tptopk.models.scattering import Scattering
@@ -28,18 +29,19 @@ class Features:
 
 
 @lru_cache(maxsize=1)
-def features(dataset: str, data_dir: str | None, views: int, records: int | None, device: str) -> Features:
-    """`views` is 1, or 2 for the image and its mirror; of the training set the first `records`, and of the test set as many."""
+def features(dataset: str, data_dir: str | None, views: int, shift: int, records: int | None, device: str) -> Features:
+    """What `seen` makes of each image; of the training set the first `records`, and of the test set as many."""
     (x, y), (x_test, y_test) = load(dataset, data_dir)
     place = torch.device(device)
     transform = Scattering(*x.shape[2:]).to(place)
 
     def transformed(images: Tensor) -> Tensor:
-        shape = (len(images), views, *transform(images[:1].to(place)).shape[1:])
+        of_one = transform(seen(images[:1], views, shift)[0].to(place))
+        shape = (len(images), *of_one.shape)
         found = torch.empty(shape, device=place)  # gigabytes: written in place, not put together from pieces
         for into, piece in zip(*(torch.split(whole, PIECE[place.type]) for whole in (found, images)), strict=True):
-            for view, seen in enumerate([piece, piece.flip(-1)][:views]):
-                into[:, view] = transform(seen.to(place))
+            for view, image in enumerate(seen(piece, views, shift).unbind(1)):
+                into[:, view] = transform(image.to(place))
         return found
 
     with torch.no_grad():
@@ -51,6 +53,20 @@ def features(dataset: str, data_dir: str | None, views: int, records: int | None
             public_scale(x.shape[1], tuple(x.shape[2:]), device),
             digest_of(x, y, x_test, y_test),
         )
+
+
+def seen(images: Tensor, views: int, shift: int) -> Tensor:
+    """[N, V, …]: each image, and its mirror if there are 2 views; of each of these, moved, two if there is a shift.
+
+    What a move leaves bare has the values of the nearest edge. The mirror is of moved images: all four diagonals are there.
+    """
+    if shift:
+        height, width = images.shape[-2:]
+        wide = F.pad(images, [shift] * 4, mode="replicate")
+        moved = [wide[..., at : at + height, at : at + width] for at in (2 * shift, 0)]
+    else:
+        moved = [images]
+    return torch.stack([*moved, *(image.flip(-1) for image in moved)][: views * len(moved)], 1)
 
 
 def digest_of(*tensors: Tensor) -> str:

@@ -48,7 +48,7 @@ ASKING = 0.2  # of ε: what the questions of annealing may cost alone
 
 def run_one(r: Recipe, data_dir: str | None, device: str) -> dict[str, Any]:
     """Train by one recipe and measure the last model."""
-    made = features(r.dataset, data_dir, r.views, r.records, device)
+    made = features(r.dataset, data_dir, r.views, r.shift, r.records, device)
     train, measured = held_out(made, r.held_out)
     model = network_for(r, train[0], made.scale)
     plan = plan_for(r, train[0], model)

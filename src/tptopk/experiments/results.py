@@ -208,7 +208,8 @@ def _taken_from(finished: list[dict[str, Any]], r: Recipe) -> dict[str, Any] | N
 def _kinship(job: Job) -> tuple[Any, ...]:
     """Neighbours share data and plans."""
     r = job.recipe
-    return r.dataset, r.views, r.records or 0, r.held_out, r.target_epsilon, method_named(r.method).warmup, r.epochs
+    seen = (r.dataset, r.views, r.shift, r.records or 0, r.held_out)
+    return *seen, r.target_epsilon, method_named(r.method).warmup, r.epochs
 
 
 def _prepare(path: Path) -> None:

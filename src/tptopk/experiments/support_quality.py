@@ -50,7 +50,7 @@ def _loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def run_quality(r: Recipe, data_dir: str | None, device: str) -> list[dict[str, Any]]:
     """One run of a two-phase method, judged at its switch: one row for each score, told apart by their recipes."""
-    made = features(r.dataset, data_dir, r.views, r.records, device)
+    made = features(r.dataset, data_dir, r.views, r.shift, r.records, device)
     train, kept = held_out(made, r.held_out)
     model = network_for(r, train[0], made.scale)
     watch = AtTheSwitch(model, plan_for(r, train[0], model), *kept)
