@@ -49,6 +49,7 @@ AVERAGES = (None, 0.9, 0.97)
 # One after the other, each from the best so far.
 FURTHER: tuple[Callable[[Recipe], Recipe], ...] = (
     lambda r: replace(r, shift=1),
+    lambda r: replace(r, shift=2),
     lambda r: replace(r, epochs=1.5 * r.epochs),
     lambda r: replace(r, learning_rate=r.learning_rate / 2),
     lambda r: replace(r, learning_rate=r.learning_rate * 2),
