@@ -233,6 +233,7 @@ def table_diagnostics(make: Make = recipe) -> list[Recipe]:
 
 TABLES: dict[str, Callable[[Make], list[Recipe]]] = {
     "main": table_main,
+    "further": table_further,
     "ratio": table_ratio,
     "split": table_split,
     "medical": table_medical,
