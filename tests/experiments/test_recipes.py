@@ -15,7 +15,7 @@ from tptopk.privacy import accounting
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.standardize import Standardize
 
-SIZES = {"main": 189, "ratio": 168, "split": 27, "medical": 21, "context": 81, "diagnostics": 9}
+SIZES = {"main": 189, "further": 27, "ratio": 168, "split": 27, "medical": 21, "context": 81, "diagnostics": 9}
 
 
 def toml() -> str:
@@ -27,6 +27,13 @@ def toml() -> str:
     for dataset, epsilon, method in sorted(cells):
         lines += [f'[{dataset}."{epsilon:g}".{method}]', "batch_size = 512", f"epochs = {10 + len(method)}"]
         lines += ["learning_rate = 2.0", "second_learning_rate = 4.0", "ema = 0.9", "held_out = 91.5"]
+        lines += [
+            f'[{dataset}."{epsilon:g}".{method}.further]',
+            "batch_size = 512",
+            "epochs = 33",
+            "learning_rate = 1.0",
+            "held_out = 92",
+        ]
     return "\n".join(lines)
 
 
@@ -70,6 +77,24 @@ def test_the_main_table_has_the_papers_cells_and_its_setting(tuned):
         assert (r.active_ratio, r.warmup, r.warmup_budget, r.held_out) == (0.4, 0.3, 0.3, 0)
         assert (r.variant == recipes.TWIN) <= (r.method == "tp-rand")
         assert r.score == ("factored" if r.variant == "factored score" else "paper")
+
+
+def test_what_is_tuned_further_is_what_was_chosen_then_and_nothing_of_what_was_chosen_before(tuned):
+    table = recipes.table_named("further")
+    assert {(r.dataset, r.target_epsilon) for r in table} == set(recipes.FURTHER_CELLS)
+    assert {r.method for r in table} == {"dp-sgd", "tp-rand", "tp-topk"}
+    assert {(r.epochs, r.learning_rate, r.second_learning_rate, r.ema) for r in table} == {(33, 1.0, None, None)}
+    assert not any(r.epochs == 33 for name in SIZES if name != "further" for r in recipes.table_named(name))
+    pairs = defaultdict(set)
+    for r in table:
+        if r.method != "dp-sgd":
+            pairs[r.dataset, r.target_epsilon, r.seed].add(replace(r, method=""))
+    assert all(len(found) == 1 for found in pairs.values()), "TP-Rand is run as TP-TopK"
+    tuned.write_text(tuned.read_text().replace('[mnist."1".dp-sgd.further]', "[elsewhere]"))
+    recipes.tuned.cache_clear()
+    with pytest.raises(Refusal, match="nothing for dp-sgd on mnist at ε = 1 tuned further"):
+        recipes.table_named("further")
+    assert len(recipes.table_named("main")) == SIZES["main"]
 
 
 def test_two_phase_methods_differ_in_nothing_but_the_ranking():

@@ -91,7 +91,7 @@ def test_runs_on_another_device_than_those_they_are_compared_with_are_named(tmp_
 
 def everything(folder: Path) -> None:
     """Every run of every table."""
-    for name in ("main", "ratio", "split", "context"):
+    for name in ("main", "further", "ratio", "split", "context"):
         keep(folder, name, [made(r, level(r), **advised(r)) for r in recipes.TABLES[name](recipes.quick_recipe)])
     medical = [
         made(r, 85.0, auc=0.9 + 0.01 * r.seed, balanced_accuracy=0.8, sensitivity=0.9, specificity=0.7, minority_recall=0.7)
@@ -229,12 +229,12 @@ def test_a_whole_document_has_known_means_differences_and_counts(tmp_path):
     assert "with 3 seeds, 2 degrees of freedom" in document
     assert row(document, "MNIST", "1", "tp-topk", "2.9991", "2.9985", "3.2104")[6:] == ["9 + 21", "3.500 / 2.250", "400 of 1,000"]  # fmt: skip
     assert row(document, "`split.jsonl`", "27", "-0.0009")[3:] == ["-0.0006 to -0.0006", "+0.2113 to +0.2113"]
-    seconds = 2.0 * (189 + 168 + 27 + 81 + 21) + 5.0 * 9 + 3.0 * 2
+    seconds = 2.0 * (189 + 27 + 168 + 27 + 81 + 21) + 5.0 * 9 + 3.0 * 2
     assert (
-        f"Runs of the tables: 495 of 495, 0 of them taken from another line. Seconds of all runs together: {seconds:,.0f}."
+        f"Runs of the tables: 522 of 522, 0 of them taken from another line. Seconds of all runs together: {seconds:,.0f}."
         in document
     )
-    for target in ("main", "ratio", "split", "medical", "context", "diagnostics"):
+    for target in ("main", "further", "ratio", "split", "medical", "context", "diagnostics"):
         assert f"`tptopk reproduce table-{target} --device cuda`" in document
     for disagreement in published.DISAGREEMENTS:
         assert disagreement in document
@@ -250,6 +250,44 @@ def test_cells_below_the_papers_are_listed_with_what_the_other_methods_reach(tmp
         "MNIST", "3", "tp-topk (factored score)", "83.10 ± 1.10", "98.33 ± 0.05", "-15.23 [-17.95, -12.51]", "lower", "83.10 (tp-topk)",
     ]  # fmt: skip
     assert "| CIFAR-10 |" not in part, "ours are above there"
+
+
+def test_what_was_tuned_further_stands_between_the_main_table_and_the_papers(tmp_path, undrawn):
+    everything(tmp_path / "results")
+    runs = [made(r, level(r) + 1.0) for r in recipes.table_further(recipes.quick_recipe)]
+    keep(tmp_path / "results", "further", runs)
+    write(tmp_path / "results", tmp_path / "r.md")
+    document = (tmp_path / "r.md").read_text()
+    part = document.split("## Tuned further")[1].split("\n## ")[0]
+    assert row(part, "CIFAR-10", "3", "as in the main table")[3:] == ["81.00 ± 1.00", "82.00 ± 1.00", "83.10 ± 1.10"]
+    assert row(part, "CIFAR-10", "3", "tuned further")[3:] == ["82.00 ± 1.00", "83.00 ± 1.00", "84.10 ± 1.10"]
+    assert row(part, "CIFAR-10", "3", "the paper's")[5] == "71.05 ± 0.37"
+    assert row(part, "CIFAR-10", "3", "tp-topk − the paper's")[3].startswith("+13.05 [+10.")
+    assert row(part, "CIFAR-10", "3", "tp-topk − tp-rand")[3:] == ["+1.10 [+0.85, +1.35]", "higher"]
+    assert row(part, "CIFAR-10", "3", "tp-topk − dp-sgd")[3:] == ["+2.10 [+1.85, +2.35]", "higher"]
+    before = document.split("## Tuned further")[0]
+    assert "84.10" not in before, "the main table and its verdicts know nothing of it"
+
+
+def test_the_further_trials_are_listed_apart_and_the_chosen_one_is_marked(tmp_path, monkeypatch):
+    def trial(variant: str, measured: float, **changes: Any) -> dict[str, Any]:
+        r = recipes.quick_recipe("mnist", "dp-sgd", 1.0, 100, variant=variant, **{"learning_rate": 4.0, **changes})
+        return {"recipe": r.identity(), "measured": [measured - 1, measured], "seconds": 1.0}
+
+    chosen = '[mnist."1".dp-sgd]\nbatch_size = 60\nepochs = 1.5\nlearning_rate = 4.0\nheld_out = 90.0\n'
+    further = chosen.replace("dp-sgd]", "dp-sgd.further]").replace("90.0", "91.0") + "shift = 1\nema = 0.9\n"
+    (tmp_path / "tuned.toml").write_text(chosen + further)
+    monkeypatch.setattr(recipes, "TUNED", tmp_path / "tuned.toml")
+    trials = [
+        trial("tuning", 90.0), trial("tuning", 89.0, learning_rate=8.0),
+        trial(recipes.FURTHER, 91.0, shift=1), trial(recipes.FURTHER, 91.0, shift=2), trial(recipes.FURTHER, 90.5, shift=1, epochs=3),
+    ]  # fmt: skip
+    first, rest = tuned({"tuning": trials, "tuning_range": []}).split("Tuned further")
+    assert row(first, "MNIST", "1", "60")[3:5] == ["1.5", "4, 8"] and "dp-sgd 2 |" in first
+    assert row(first, "MNIST", "1", "dp-sgd")[8] == "90.00"
+    assert row(rest, "MNIST", "1", "dp-sgd", "1", "1.5")[7] == "91.00 (chosen)"
+    assert row(rest, "MNIST", "1", "dp-sgd", "2", "1.5")[7] == "91.00"
+    assert row(rest, "MNIST", "1", "dp-sgd", "1", "3")[7] == "90.50"
 
 
 def test_which_choices_lie_on_the_edge_is_computed(tmp_path, monkeypatch):
@@ -316,7 +354,7 @@ def test_without_any_file_every_cell_says_not_run(tmp_path):
     average, counts = document.split("Cell by cell:")
     assert row(average, "tp-topk − tp-rand")[1:] == ["0", "not run", "not run", "–", "–"]
     assert row(counts, "tp-topk − tp-rand")[2:7] == ["0", "0", "0", "0", "9"]
-    assert "Runs of the tables: 0 of 495, 0 of" in document and "Nothing is chosen yet" in document
+    assert "Runs of the tables: 0 of 522, 0 of" in document and "Nothing is chosen yet" in document
     assert not list(tmp_path.glob("*.png")) and ".png" not in document
 
 

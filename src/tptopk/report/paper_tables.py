@@ -258,6 +258,39 @@ def below_the_paper(main: Outcomes) -> str:
     )  # fmt: skip
 
 
+def further_table(further: Outcomes, main: Outcomes) -> str:
+    """What more trials gave where the paper's TP-TopK is above ours: before and after, and the same differences."""
+    methods = ("dp-sgd", "tp-rand", "tp-topk")
+    rows, gaps = [], []
+    for dataset, epsilon in recipes.FURTHER_CELLS:
+        where: dict[str, Any] = {"dataset": dataset, "target_epsilon": epsilon}
+        head, paper = [NAMES[dataset], f"{epsilon:g}"], published.MAIN[dataset, epsilon, "tp-topk"]
+        for name, outcomes, variant in (
+            ("as in the main table", main, PAPER),
+            ("tuned further", further, recipes.FURTHER),
+        ):
+            rows.append([*head, name, *(cell(outcomes, method=m, variant=variant, **where) for m in methods)])
+        of_paper = (published.MAIN[dataset, epsilon, m] for m in methods)
+        rows.append([*head, "the paper's", *(f"{value.mean:.2f} ± {value.std:.2f}" for value in of_paper)])
+        own = {m: further.values(method=m, **where) for m in methods}
+        level = spread(own["tp-topk"])
+        compared = [
+            ("the paper's", unpaired(level, Spread(paper.mean, paper.std, published.SEEDS)) if level else None),
+            *((other, paired(own["tp-topk"], own[other])) for other in ("tp-rand", "dp-sgd")),
+        ]
+        gaps += [
+            [*head, f"tp-topk − {other}", *((NOT_RUN, NOT_RUN) if gap is None else (gap.words(), gap.verdict))]
+            for other, gap in compared
+        ]
+    return "\n\n".join(
+        [
+            table(["dataset", "ε", "ours", *methods], rows),
+            "Tuned further, unpaired (Welch) against the paper's and seed by seed against the others:",
+            table(["dataset", "ε", "difference", "[95% interval]", "verdict"], gaps),
+        ]
+    )
+
+
 # ---- Active ratios, splits -------------------------------------------------------------------------------------------
 
 
