@@ -11,7 +11,7 @@ import pytest
 from tests.data.made import make_image, make_medmnist
 from tptopk.cli.loading import COMMANDS, command_named
 from tptopk.data.files import read_archive
-from tptopk.training.run import load
+from tptopk.training.loading import load
 
 QUICK = ["--accountant", "rdp", "--steps", "10"]
 NETWORK = """

@@ -17,7 +17,7 @@ from tptopk.data.table_checks import faults
 from tptopk.data.tables import read_with, schema_of
 from tptopk.integrations.sklearn import TPTopKClassifier
 from tptopk.privacy.refusal import Refusal
-from tptopk.training.run import load
+from tptopk.training.loading import load
 from tptopk.training.verify import verify
 
 WORDS = ["--accountant", "rdp", "--steps", "4", "--batch-size", "10", "--delta", "1e-3"]

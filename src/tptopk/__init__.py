@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from tptopk.supports.warmup import WarmUp
     from tptopk.training.annealing import Annealing
     from tptopk.training.evaluation import evaluate
+    from tptopk.training.loading import load
     from tptopk.training.rows import mirrored, shifted
-    from tptopk.training.run import Run, load
+    from tptopk.training.run import Run
     from tptopk.training.standardize import Standardize
     from tptopk.training.trainer import fit
 
@@ -64,7 +65,8 @@ _HOMES = {
     "training.annealing": ("Annealing",),
     "training.evaluation": ("evaluate",),
     "training.rows": ("mirrored", "shifted"),
-    "training.run": ("Run", "load"),
+    "training.loading": ("load",),
+    "training.run": ("Run",),
     "training.standardize": ("Standardize",),
     "training.trainer": ("fit",),
 }

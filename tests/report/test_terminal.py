@@ -19,8 +19,8 @@ from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.report.terminal import TrainingProgress, print_run
 from tptopk.report.verdicts import account_values, print_account, print_advice, print_audits, print_verdict
 from tptopk.supports.advice import Advice, Interval
+from tptopk.training.loading import load
 from tptopk.training.metrics import Metrics, StepRecord
-from tptopk.training.run import load
 from tptopk.training.verify import UNCHECKED, Verdict, verify
 
 PLAN = Plan.calibrate(

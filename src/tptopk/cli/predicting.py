@@ -57,7 +57,7 @@ def predict(
     import torch
 
     from tptopk.data.sources import is_table, read_source_inputs
-    from tptopk.training.run import load
+    from tptopk.training.loading import load
 
     trained = load(run, _network(run, model))
     if data is None and trained.config.get("data") not in (None, "digits"):

@@ -23,7 +23,11 @@ from tptopk.training.evaluation import StrangeLabels, evaluate, refuse_strange_l
 from tptopk.training.sampling import Collate, Records
 
 USUAL_MEMORY = 2**31  # bytes for one physical batch on a CPU; on a GPU half of what is free
-MOST_EXAMPLES = {"cpu": 512, "cuda": 65536}  # of one physical batch, unless asked for
+
+
+def most_examples(device: torch.device) -> int:
+    """Of one physical batch, unless asked for."""
+    return 65536 if device.type == "cuda" else 512
 
 
 def check_test_set(

@@ -16,7 +16,7 @@ from tptopk.gradients.memory import parse_bytes
 from tptopk.gradients.probe import choose_engine, refuse_mixing_in_batches, refuse_unsuitable
 from tptopk.privacy.plan import Plan, PrivacyWarning
 from tptopk.privacy.refusal import Refusal
-from tptopk.training.checks import MOST_EXAMPLES, largest_batch
+from tptopk.training.checks import largest_batch, most_examples
 from tptopk.training.rows import RowRecords, Views
 from tptopk.training.sampling import Collate, Records, micro_batches
 
@@ -80,7 +80,7 @@ def settled(
     records.refuse_mixing_by_length(model, per_example(loss), device)
     if math.isinf(plan.epsilon()):
         raise Refusal("the plan's noise is so small that its ε is infinite")
-    most = micro_batch_size or MOST_EXAMPLES.get(device.type, 512)
+    most = micro_batch_size or most_examples(device)
     if micro_batch_size is None or limit is not None:
         most = min(most, largest_batch(model, losses, one, plan, engine, precision, limit))
     usual = max(plan.expected_batch_size(phase) for phase in plan.phases)

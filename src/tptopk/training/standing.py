@@ -23,7 +23,8 @@ from tptopk.supports.warmup import WarmUp
 from tptopk.training.begun import refuse_finished
 from tptopk.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from tptopk.training.lines import missing_lines
-from tptopk.training.run import describe_anew, load_weights
+from tptopk.training.loading import load_weights
+from tptopk.training.run import describe_anew
 from tptopk.training.updates import WeightAverage, optimizer_state, restore_optimizer
 
 

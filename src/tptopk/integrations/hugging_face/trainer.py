@@ -36,7 +36,7 @@ from tptopk.integrations.methods import check_options, private_method
 from tptopk.integrations.optimizer import PrivateOptimizer
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal, check_count, nearest
-from tptopk.training.checks import MOST_EXAMPLES, check_length, largest_batch
+from tptopk.training.checks import check_length, largest_batch, most_examples
 from tptopk.training.run import Run
 from tptopk.training.sampling import Records
 from tptopk.training.trained import TRAINED, was_trained
@@ -176,7 +176,7 @@ class PrivateTrainer(Trainer):  # type: ignore[misc]
         most = self._micro_batch_size
         if most is None:
             fits = largest_batch(self.model, loss, one, self.plan, engine, self._precision, None)
-            most = min(fits, MOST_EXAMPLES.get(self.args.device.type, 512))
+            most = min(fits, most_examples(self.args.device))
         refuse_mixing_in_batches(self.model, loss, one, min(most, math.ceil(self.plan.expected_batch_size())))
         # never the randomness of an earlier attempt
         self._samples = Samples(self.plan, secure_noise=self._secure_noise)

@@ -17,7 +17,7 @@ from tptopk.privacy.ledger_record import weaker
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.checkpoint import load_checkpoint, save_checkpoint
-from tptopk.training.run import load_weights
+from tptopk.training.loading import load_weights
 from tptopk.training.updates import optimizer_state, restore_optimizer
 
 

@@ -13,7 +13,7 @@ from tptopk.gradients.examples import Batch, PerExampleLoss
 from tptopk.gradients.mixing import EXAMPLES
 from tptopk.gradients.probe import choose_engine, refuse_mixing_in_batches, working_maker
 from tptopk.privacy.refusal import Refusal
-from tptopk.training.checks import MOST_EXAMPLES
+from tptopk.training.checks import most_examples
 
 RARE = 1e-9  # an empty batch less likely than this is not prepared for
 
@@ -41,7 +41,7 @@ def probe(
         except Refusal as refusal:
             reason = str(refusal).split("\nengine=")[0]
             raise Refusal(f"{reason}\ntptopk.fit has other engines, for models that hooks cannot follow") from refusal
-        usual = min(math.ceil(sample_rate * dataset_size), MOST_EXAMPLES.get(like[0].device.type, 512))
+        usual = min(math.ceil(sample_rate * dataset_size), most_examples(like[0].device))
         refuse_mixing_in_batches(module, losses, like, usual)
         if (1 - sample_rate) ** dataset_size >= RARE:
             try:
