@@ -58,7 +58,7 @@ def test_all_passes_over_tables_without_the_dataset(tptopk, monkeypatch):
     )
     status, _, error = tptopk("reproduce", "all", "--quick", "--only", "mnist")
     assert status == 0, error
-    assert sorted(asked) == [("context", "mnist"), ("main", "mnist")]
+    assert sorted(asked) == [("context", "mnist"), ("further", "mnist"), ("main", "mnist")]
 
 
 @pytest.mark.parametrize(

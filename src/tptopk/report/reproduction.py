@@ -105,7 +105,7 @@ def document(
         ),
         *section(
             "Tuned further", "table-further", "further",
-            "Extra runs, no part of the main table: in the cells in which the paper's TP-TopK is above ours, TP-TopK and DP-SGD had five more trials each on held-out training records (Tuning, below): "
+            "Extra runs, no part of the main table: in the cells in which the paper's TP-TopK is above ours, TP-TopK and DP-SGD had four or five more trials each on held-out training records (Tuning, below): "
             "every view moved one or two pixels along a diagonal and the other way (in training and in testing), half as many epochs again, half and twice the first learning rate. TP-Rand has TP-TopK's recipe. These cells were picked because ours were low in them, so part of a rise is chance; and what was chosen for DP-SGD may "
             "have other views and epochs than what was chosen for TP-TopK.",
             tables.further_table(found["further"], main),
