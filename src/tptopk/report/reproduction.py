@@ -12,6 +12,7 @@ from tptopk.experiments.results import read_results
 from tptopk.gradients.precision import SLACK
 from tptopk.privacy.accounting import round_up
 from tptopk.privacy.refusal import Refusal
+from tptopk.report import paper_ablations as ablations
 from tptopk.report import paper_context as others
 from tptopk.report import paper_tables as tables
 from tptopk.report.figures import energy_figure, pipeline_figure
@@ -22,6 +23,11 @@ from tptopk.report.paper_tuning import tuned
 DRAWN = {"dataset": "cifar10", "method": "tp-topk", "target_epsilon": 3.0, "seed": 0, "variant": PAPER}
 TUNING = ("tuning", "tuning_range")
 PROCESSES = 2  # at a time on one GPU, for runs that do not say it
+FURTHER = (
+    "Extra runs, no part of the main table: in the cells in which the paper's TP-TopK is above ours, TP-TopK and DP-SGD had four or five more trials each on held-out training records (Tuning, below): "
+    "every view moved one or two pixels along a diagonal and the other way (in training and in testing), half as many epochs again, half and twice the first learning rate. TP-Rand has TP-TopK's recipe. These cells were picked because ours were low in them, so part of a rise is chance; and what was chosen for DP-SGD may "
+    "have other views and epochs than what was chosen for TP-TopK."
+)
 
 
 def is_drawn(recipe: Mapping[str, Any]) -> bool:
@@ -105,9 +111,7 @@ def document(
         ),
         *section(
             "Tuned further", "table-further", "further",
-            "Extra runs, no part of the main table: in the cells in which the paper's TP-TopK is above ours, TP-TopK and DP-SGD had four or five more trials each on held-out training records (Tuning, below): "
-            "every view moved one or two pixels along a diagonal and the other way (in training and in testing), half as many epochs again, half and twice the first learning rate. TP-Rand has TP-TopK's recipe. These cells were picked because ours were low in them, so part of a rise is chance; and what was chosen for DP-SGD may "
-            "have other views and epochs than what was chosen for TP-TopK.",
+            "Nothing was tuned for a quick run: these are runs of the main table." if quick else FURTHER,
             tables.further_table(found["further"], main),
         ),
         *section(
@@ -117,12 +121,12 @@ def document(
             "The control is TP-TopK's own recipe with ρ = 1, no coordinate left out: what tp-topk − control shows is due to the support. "
             "TP-Rand is run with TP-TopK's recipe where its own has other steps, noise or learning rates, so that the two differ in their ranking alone; its own recipe stands beside it there. Elsewhere it "
             "has its own, which differs at most in how weights are averaged.",
-            tables.ratio_table(found["ratio"]),
+            ablations.ratio_table(found["ratio"]),
         ),
         "## Was the advice right?",
         "`tptopk advise` sees the private warm-up of a run and nothing else. What it said at the end of each TP-TopK warm-up of the main table:",
         others.advice_table(main, found["ratio"]),
-        *section("Split of steps and budget", "table-split", "split", "TP-TopK on CIFAR-10, ε = 3, ρ = .40.", tables.split_table(found["split"])),
+        *section("Split of steps and budget", "table-split", "split", "TP-TopK on CIFAR-10, ε = 3, ρ = .40.", ablations.split_table(found["split"])),
         *section(
             "Medical images: PneumoniaMNIST as a stand-in for EyePACS", "table-medical", "medical",
             "EyePACS could not be had, so none of the paper's medical numbers is reproduced. PneumoniaMNIST, pneumonia (positive) against normal, "
