@@ -145,8 +145,11 @@ class Rows:
         self.values = self.values.masked_fill(~support[name][self.row], 0.0)
 
     def squared_norms(self, budget: Budget) -> Tensor:
-        """Also adds up what an example has of one row: its gradient there, which is then scaled as it was measured."""
-        pairs, order = torch.sort(self.example * self.rows + self.row)
+        """Also adds up what an example has of one row: its gradient there, which is then scaled as it was measured.
+
+        In the order in which it stands, whatever other examples hold: where terms cancel, another order is another sum.
+        """
+        pairs, order = torch.sort(self.example * self.rows + self.row, stable=True)
         first = torch.ones_like(pairs, dtype=torch.bool)
         first[1:] = pairs[1:] != pairs[:-1]
         group = first.cumsum(0) - 1

@@ -2,7 +2,8 @@
 
 Clipping bounds a record's influence only then. Tried on made-up batches, also beside records a million times as large or not numbers at
 all (a softmax made stable by the batch's maximum shows there and nowhere else), and with masks and labels that are to be ignored (as does a
-loss that is divided by how many of them count in the whole batch).
+loss that is divided by how many of them count in the whole batch), and with records that end in zeros, each from another place on, as
+padding does (a model may cut its batch to the longest record, or sort it by length).
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ def refuse_mixing(model: nn.Module, loss: PerExampleLoss, make: Maker, trial: nn
             raise Refusal(
                 MIXED + " (it shows beside very large records: a maximum or a norm that is taken over the whole batch "
                 "must be taken over each example)"
+            )
+    for batch, others in zip(ending_in_zeros(make(0, EXAMPLES), 0), ending_in_zeros(make(1, EXAMPLES), 1), strict=True):
+        if _mixes_where_taken(model, loss, batch, others):
+            raise Refusal(
+                MIXED
+                + " (it shows where records end in zeros, as padded ones do: what is cut to the longest record of a "
+                "batch must not change with its length)"
             )
     for batch, others in _with_masks_and_ignored(model, trial, loss, make):
         if _mixes_where_taken(model, loss, batch, others):
@@ -151,6 +159,28 @@ def in_other_sizes(batch: Batch, unchanged: int = 0) -> list[Batch]:
         return leaf * beside(factors.to(leaf.device, leaf.real.dtype), leaf)
 
     return [tree_unflatten([sized(v) if n in changed else v for n, v in enumerate(leaves)], form) for changed in sets]
+
+
+def ending_in_zeros(batch: Batch, seed: int) -> list[Batch]:
+    """The batch with zeros (and booleans turned round) from some place on, another in each example: along the second axis, and along the last."""
+
+    def ended(leaf: Any, axis: int, shares: np.ndarray[Any, Any]) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[axis] < 2:
+            return leaf
+        starts = torch.as_tensor(1 + (shares[: len(leaf)] * (leaf.shape[axis] - 1)).astype(int), device=leaf.device)
+        places = torch.arange(leaf.shape[axis], device=leaf.device).view(
+            -1, *[1] * (leaf.dim() - 1 - axis % leaf.dim())
+        )
+        beyond = places >= beside(starts, leaf)
+        return torch.where(beyond, ~leaf if leaf.dtype == torch.bool else torch.zeros_like(leaf), leaf)
+
+    leaves = tensors_of(batch)
+    generator, found = np.random.default_rng(20 + seed), []
+    for axis in (1, -1):
+        if any(leaf.dim() > 1 and leaf.shape[axis] > 1 and (axis == 1 or leaf.dim() > 2) for leaf in leaves):
+            shares = generator.permutation(np.linspace(0.0, 1.0, len(leaves[0]), endpoint=False))
+            found.append(tree_map(lambda leaf: ended(leaf, axis, shares), batch))  # noqa: B023
+    return found
 
 
 def _filled_with(value: float, batch: Batch) -> Batch:

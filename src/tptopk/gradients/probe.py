@@ -36,6 +36,7 @@ from tptopk.gradients.mixing import (
     EXAMPLES,
     Maker,
     deterministic,
+    ending_in_zeros,
     held_fixed,
     in_other_sizes,
     refuse_mixing,
@@ -274,13 +275,32 @@ def _check_capture(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None
                 f"parameter {name} is used {uses.get(id(p), 0)} times, of which {recorded.get(id(p), 0)} in calls "
                 "of its own layer: it is used as a bare tensor, or inside a checkpoint"
             )
-    capture.differentiate(losses[0])
-    rows = rows_of(loss, batch)
+    _check_rows(capture, losses, torch.arange(EXAMPLES) == 0, rows_of(loss, batch))
+    for ragged in (batch, *ending_in_zeros(batch, 0)):
+        for bit in range((EXAMPLES - 1).bit_length()):  # two examples that change places differ in one of them
+            with Capture(model, EXAMPLES, rows_of(loss, ragged)) as capture, torch.enable_grad():
+                try:
+                    losses = loss(model, ragged)
+                except Exception:  # the model or the loss does not take zeros
+                    break
+            if not bool(torch.isfinite(losses).all()):
+                break
+            _check_rows(capture, losses, torch.arange(EXAMPLES) >> bit & 1 == 1, rows_of(loss, ragged))
+
+
+def _check_rows(capture: Capture, losses: Tensor, chosen: Tensor, rows: int) -> None:
+    """What the losses of some examples send back stands in the rows of these: a model may sort its batch, and sort it back."""
+    capture.differentiate(losses[chosen.to(losses.device)].sum())
     for call in capture.calls:
         for n, gradient in enumerate(call.gradients):
             axis = capture.rules[call.module].batch_axis(call.module, n)
-            if gradient is not None and bool((gradient.narrow(axis, rows, (EXAMPLES - 1) * rows) != 0).any()):
-                raise NotCaptured(f"{type(call.module).__name__} does not keep the batch on axis {axis} of its output")
+            if gradient is None:
+                continue
+            others = (~chosen).repeat_interleave(rows).nonzero().flatten().to(gradient.device)
+            if bool((gradient.index_select(axis, others).nan_to_num() != 0).any()):
+                raise NotCaptured(
+                    f"{type(call.module).__name__} does not keep example by example on axis {axis} of its output, in the order of the batch"
+                )
 
 
 def _check_against_reference(model: nn.Module, loss: PerExampleLoss, make: Maker, engine: str) -> None:

@@ -19,10 +19,11 @@ def reference_clipped_sum(
 ) -> dict[str, Tensor]:
     """Σ_i (m ⊙ g_i) · min(1, C / ‖m ⊙ g_i‖), examples with a gradient that is not finite left out.
 
-    With a stability γ the factor is C / (‖m ⊙ g_i‖ + γ) instead.
+    With a stability γ the factor is C / (‖m ⊙ g_i‖ + γ) instead. Added up in float64: in float32 a long sum loses small terms, or
+    not, as another example decides.
     """
     parameters = trainable(model)
-    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
+    total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     for i in range(batch_length(batch)):
         gradient = example_gradient(model, loss, take(batch, slice(i, i + 1)), support)
         norm = torch.stack([g.double().norm() for g in gradient.values()]).norm()
@@ -33,7 +34,7 @@ def reference_clipped_sum(
             factor = clip_norm / (float(norm) + stability)
         for name, g in gradient.items():
             total[name] += factor * g
-    return total
+    return {name: added.float() for name, added in total.items()}
 
 
 def example_gradient(model: nn.Module, loss: PerExampleLoss, example: Batch, support: Support) -> dict[str, Tensor]:
