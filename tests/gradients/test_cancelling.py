@@ -180,3 +180,44 @@ def test_a_large_sample_of_like_records_is_added_up_to_a_thousandth_of_the_clip(
                 clipped_sum(model, lambda m, b: m(b).sum(1), v, support, C).flat.double() for v in (x, x[gone])
             )
             assert float((total - without).norm()) <= C * (1 + 1e-3)
+
+
+def test_in_which_order_an_embeddings_terms_are_added_is_no_matter_of_other_examples():
+    """An example uses one row three times, with coefficients that cancel but for 1, or cancel all, as the order is."""
+    examples, tokens, words = 100, 64, 50
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.where(torch.rand(examples, tokens, generator=generator) < 0.3, 0, torch.randint(1, words, (examples, tokens), generator=generator))  # fmt: skip
+    coefficients = torch.zeros(examples, tokens)
+    for example in range(examples):
+        uses = (ids[example] == 0).nonzero()[:, 0]
+        coefficients[example, uses[[0, len(uses) // 2, -1]]] = torch.tensor([1e10, -1e10, 1.0])
+    model = nn.Embedding(words, 1)
+    support = Support.full(model)
+
+    def loss(model, batch):
+        return (model(batch[0])[..., 0] * batch[1]).sum(1)
+
+    def found(row: torch.Tensor, example: int) -> torch.Tensor:
+        """The sum without that example: whatever its ids are, its coefficients are zero."""
+        others, silent = ids.clone(), coefficients.clone()
+        others[example], silent[example] = row, 0.0
+        return clipped_sum(model, loss, (others, silent), support, C).flat
+
+    rows = [torch.zeros(tokens, dtype=torch.long), torch.full((tokens,), words - 1), torch.randint(0, words, (tokens,), generator=generator)]  # fmt: skip
+    for example in range(0, examples, 5):
+        sums = [found(row, example) for row in rows]
+        assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+
+
+@pytest.mark.parametrize("engine", ["capture", "vmap", "reference"])
+def test_a_long_sum_does_not_round_small_terms_as_another_example_decides(engine):
+    """From 2¹³ on, float32 adds a whole last place where it is given a little more than half of one; below 2¹³ it adds what it is given."""
+    small = [0.51 * 2.0**-10] * 1500
+    model = nn.Linear(1, 1, bias=False)
+    support = Support.full(model)
+
+    def total(first: float) -> float:
+        x = torch.tensor([first, *[1.0] * 8191, *small])[:, None]
+        return float(clipped_sum(model, lambda m, b: m(b)[:, 0], x, support, 1.0, engine=engine).flat[0])
+
+    assert abs(total(1.0) - total(0.0)) <= 1.001, "1.73 where all is added up in float32"

@@ -16,6 +16,7 @@ from tests.gradients.test_rules import flat, random_support
 from tptopk.gradients import graphs
 from tptopk.gradients.clipping import clipped_sum
 from tptopk.gradients.graphs import FixedShapes, fixed_size
+from tptopk.gradients.traces import ModelChanged
 from tptopk.supports.support import Support
 
 
@@ -84,15 +85,67 @@ def test_a_support_that_shifts_clips_where_the_active_norm_is_large_alone():
     assert found.flat[1] == found.flat[3] == 0
 
 
-def test_a_bad_example_is_left_to_the_ordinary_way():
-    model, (x, y) = make("linear", 1, 8)
+@pytest.mark.parametrize("bad", [[3], [0], [0, 5, 6]])
+@pytest.mark.parametrize("examples", [8, 17])  # 17 are padded, with copies of the first
+def test_an_example_that_is_not_finite_changes_nothing_of_the_others_to_the_bit(bad, examples):
+    """The same program leaves it out: the ordinary way rounds otherwise, and would move all the others with it."""
+    torch.manual_seed(0)
+    model, (x, y) = make("linear", 1, examples)
     fixed, support = recorder(model), Support.full(model)
     fixed.clipped_sum((x, y), support, 0.1)
-    assert fixed.clipped_sum((x, y), support, 0.1) is not None
-    x[3] = float("nan")
+    x[bad], silent = float("nan"), y.clone()
+    found = fixed.clipped_sum((x, y), support, 0.1)
+    x[bad], silent[bad] = 0.0, -1  # no class: a loss of zero
+    without = fixed.clipped_sum((x, silent), support, 0.1)
+    assert (
+        found is not None and without is not None and torch.equal(found.flat, without.flat) and bool(found.flat.any())
+    )
+    x[:] = float("inf")
+    nothing = fixed.clipped_sum((x, y), support, 0.1)
+    assert nothing is not None and not nothing.flat.any()
+    x[:], y[:] = 1.0, 0
+    slow = clipped_sum(model, F.cross_entropy, (x, y), support, 0.1)
+    again = fixed.clipped_sum((x, y), support, 0.1)
+    assert again is not None and torch.allclose(again.flat, slow.flat, rtol=1e-4, atol=1e-6), "and all count again"
+
+
+class ByLength(nn.Module):
+    """Reads the records' lengths on the host, for a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        lengths = (x[:, :, 0] != 0).sum(1).tolist()
+        mask = torch.tensor([[float(n < length) for n in range(x.shape[1])] for length in lengths])
+        return (self.layer(x) * mask[:, :, None]).sum(1)
+
+
+def test_numbers_that_a_program_read_on_the_host_are_nobodys_and_it_is_not_used():
+    """make_fx does not see `tolist`: the lengths of the batch that it was traced on would be in every later sum."""
+    torch.manual_seed(0)
+    model, x, y = ByLength(), torch.randn(8, 5, 3), torch.randint(0, 2, (8,))
+    x[:, 2:] = 0.0
+    fixed, support = recorder(model), Support.full(model)
     assert fixed.clipped_sum((x, y), support, 0.1) is None
-    x[3] = 0.0
-    assert fixed.clipped_sum((x, y), support, 0.1) is not None
+    with pytest.warns(UserWarning, match="by more than the recorded operations"):
+        assert fixed.clipped_sum((x, y), support, 0.1) is None
+
+
+def test_a_recording_is_made_on_nobodys_examples(monkeypatch):
+    seen = []
+
+    def traced(program, recorded):
+        seen.extend(leaf.clone() for leaf in recorded.leaves)
+        return make_fx(program)(recorded.leaves, recorded.real)
+
+    monkeypatch.setattr(graphs, "_traced", traced)
+    model, x, y = nn.Linear(5, 3), torch.full((8, 5), 37.0), torch.full((8,), 2)
+    fixed, support = recorder(model), Support.full(model)
+    fixed.clipped_sum((x, y), support, 0.1)
+    assert fixed.clipped_sum((x, y), support, 0.1) is not None and len(seen) == 2
+    assert not bool((seen[0] == 37.0).any()) and not torch.equal(seen[1], y)
 
 
 def test_a_new_support_a_moved_model_or_another_mode_is_recorded_anew():
@@ -128,7 +181,6 @@ def test_dice_on_the_host_and_writes_to_the_model_are_not_recorded():
     x, y = torch.randn(8, 5), torch.zeros(8, dtype=torch.long)
     for act, reason in (
         (lambda m: 1.0 + random.random(), "random numbers on the host"),
-        (write, "writes to the model"),
         (look, "cannot be recorded"),
     ):
         model = Sometimes(act)
@@ -139,6 +191,10 @@ def test_dice_on_the_host_and_writes_to_the_model_are_not_recorded():
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # said once
             assert fixed.clipped_sum((x, y), support, 0.1) is None
+    fixed = recorder(model := Sometimes(write))
+    fixed.clipped_sum((x, y), (support := Support.full(model)), 0.1)
+    with pytest.raises(ModelChanged):
+        fixed.clipped_sum((x, y), support, 0.1)
 
 
 @pytest.mark.parametrize(("examples", "sizes", "size"), [

@@ -241,6 +241,53 @@ def test_two_classes_are_enough(width):
     assert choose_engine(nn.Linear(width, 2), F.cross_entropy, like) == "capture"
 
 
+class SortedByLength(nn.Module):
+    """Runs its layers on the batch in another order, and puts it back: on records of one length the order is the batch's own."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        self.inside, self.outside, self.axis = nn.Linear(3, 4), nn.Linear(6, 2), axis
+
+    def forward(self, batch):
+        x, more = batch[0], batch[-1]
+        counts = x if x.dtype == torch.bool else (x != 0).any(3 - self.axis)
+        order = counts.sum(1).argsort(descending=True, stable=True)
+        inside = batch[1] if x.dtype == torch.bool else x.transpose(1, 2) if self.axis == 2 else x
+        found = torch.tanh(self.inside(inside[order])).mean(1)[order.argsort()]
+        return torch.cat([found, more], 1) @ self.outside.weight.T.detach() + self.outside(torch.cat([found, more], 1))
+
+
+@pytest.mark.parametrize(
+    ("axis", "data"),
+    [
+        (1, (torch.zeros(1, 5, 3), torch.zeros(1, 2))),
+        (2, (torch.zeros(1, 3, 5), torch.zeros(1, 2))),
+        (1, (torch.zeros(1, 5, dtype=torch.bool), torch.zeros(1, 5, 3), torch.zeros(1, 2))),
+    ],
+    ids=["padded records", "padded along the last axis", "masks"],
+)
+def test_a_model_that_sorts_its_batch_by_length_is_not_captured(axis, data):
+    """A recorded call has the records in the model's order, and what is outside of it in the batch's: rows would be mistaken for each other."""
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch), torch.zeros(len(batch[0]), dtype=torch.long), reduction="none")
+
+    assert choose_engine(SortedByLength(axis), loss, data) == "vmap"
+
+
+def test_a_batch_that_is_cut_to_its_longest_record_is_refused():
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x[:, : int((x != 0).any(2).sum(1).max())].mean(1))
+
+    with pytest.raises(Refusal, match="must not change with its length"):
+        choose_engine(Cut(), F.cross_entropy, (torch.zeros(1, 5, 3), torch.zeros(1, dtype=torch.long)))
+
+
 @pytest.mark.parametrize(("wrong", "chosen"), [(0, "capture"), (1, "capture"), (2, "vmap"), (3, "vmap")])
 def test_after_a_tie_two_other_batches_must_pass(wrong, chosen, monkeypatch):
     """The capture engine's first so many batches come out wrong: one may be a tie of a max-pooling, two are a mistake."""

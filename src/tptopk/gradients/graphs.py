@@ -2,7 +2,8 @@
 
 A small network's step is bound by launching its kernels and by Python, not by arithmetic. Here a batch is padded to a
 fixed shape with examples of weight zero, the computation of `clipped_sum` is recorded once, and then replayed. Only
-gradients are computed inside: noise is drawn elsewhere, afresh at every step.
+gradients are computed inside: noise is drawn elsewhere, afresh at every step. It is recorded on made-up examples, since
+a program may keep numbers that it read on the host, and those of a record would be in every later step.
 """
 
 from __future__ import annotations
@@ -20,12 +21,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk.gradients.clipping import Clip, ClippedSum, gather, shapes_of
-from tptopk.gradients.examples import Batch, batch_length, per_example
+from tptopk.gradients.examples import Batch, batch_length, beside, per_example
+from tptopk.gradients.mixing import EXAMPLES, Maker, ending_in_zeros
 from tptopk.gradients.precision import computing_in, forward_in, slack
-from tptopk.gradients.traces import versions_of
+from tptopk.gradients.probe import working_maker
+from tptopk.gradients.traces import ModelChanged, unchanged, versions_of
 from tptopk.supports.support import Shifting, Support
 
-Program = Callable[[list[Tensor], Tensor], tuple[Tensor, Tensor]]  # leaves, which are real → flat sum, all finite
+Program = Callable[
+    [list[Tensor], Tensor], tuple[Tensor, Tensor]
+]  # leaves, which count → flat sum, [size] which are finite
+SAME = {
+    "fp32": 1e-2,
+    "tf32": 1e-2,
+    "bf16": 1e-1,
+}  # relative, of a recording and the ordinary way: a number that was kept is off by far more
+
+
+def _nothing() -> tuple[Tensor, Tensor]:
+    raise RuntimeError("nothing is recorded yet")
 
 
 @dataclass
@@ -33,9 +47,9 @@ class _Recorded:
     """One computation with the tensors it reads and writes."""
 
     leaves: list[Tensor]
-    real: Tensor  # [size] ones, and zeros for padding
+    real: Tensor  # [size] ones, and zeros for padding and what is left out
     run: Callable[[], tuple[Tensor, Tensor]]
-    examples: int = -1  # how many of `real` are ones
+    examples: int = -1  # how many come first that are ones, and the others zeros
 
 
 class FixedShapes:
@@ -67,6 +81,7 @@ class FixedShapes:
         self._place: object = None
         self._recorded: dict[Any, _Recorded] = {}
         self._refused = False
+        self._made_up: tuple[Any, Maker] | None = None
         self._pool: Any = None
 
     def clipped_sum(self, batch: Batch, support: Support, clip_norm: float) -> ClippedSum | None:
@@ -88,7 +103,7 @@ class FixedShapes:
             if key not in self._recorded:
                 try:
                     self._recorded[key] = self._record(leaves, structure, size, clip_norm)
-                except torch.OutOfMemoryError:
+                except (torch.OutOfMemoryError, ModelChanged):
                     raise
                 except Exception as error:
                     self._refused = True
@@ -100,8 +115,13 @@ class FixedShapes:
             recorded = self._recorded[key]
             _fill(recorded, leaves, examples)
             flat, finite = recorded.run()
-            if not bool(finite):  # an example that must be left out by selection: the ordinary way does that
-                return None
+            while not bool(finite.all()):
+                if not bool(finite[:examples].any()):
+                    flat = torch.zeros_like(flat)
+                    break
+                # By the same program: another one rounds the gradients of all the others in another way.
+                _leave_out(recorded, finite.clone())
+                flat, finite = recorded.run()
             return ClippedSum(flat.clone(), shapes_of(self._model), clip_norm)
 
     def forget(self) -> None:
@@ -136,19 +156,41 @@ class FixedShapes:
             clip = Clip(support, self._clipping)
             gather(self._model, self._loss, tree_unflatten(leaves, structure), "capture", clip, self._memory_limit)
             weights, finite = clip.weights(size, clip_norm, slack(self._precision, device), device)
-            return clip.sum(weights * real, None), finite.all()
+            return clip.sum(weights * real, None), finite
 
-        fixed = [leaf.new_empty(size, *leaf.shape[1:]) for leaf in leaves]
-        recorded = _Recorded(fixed, torch.empty(size, device=device), lambda: (torch.empty(0), torch.empty(0)))
-        _fill(recorded, leaves, batch_length(leaves))
-        with _unmoved(self._model, device):
+        few, *others = self._made_up_examples(leaves, structure)
+        place = torch.arange(size, device=device) % EXAMPLES
+        recorded = _Recorded([leaf[place] for leaf in few], torch.ones(size, device=device), _nothing)
+        with unchanged(self._model, "a step was recorded"), _unmoved(self._model, device):
             program(recorded.leaves, recorded.real)  # tables of the support are made outside the recording
             made = _traced(program, recorded) if self._compiled else program
             if device.type != "cuda":
                 recorded.run = lambda: made(recorded.leaves, recorded.real)
             else:
                 recorded.run = self._as_graph(made, recorded)
+        for few in others:
+            for leaf, made_up in zip(recorded.leaves, few, strict=True):
+                leaf.copy_(made_up[place])
+            self._refuse_another_sum(program, recorded, 1e-3 * size * clip_norm)
         return recorded
+
+    def _refuse_another_sum(self, program: Program, recorded: _Recorded, slack: float) -> None:
+        """Unless the model throws dice, whose sums differ anyway."""
+        once, again = (program(recorded.leaves, recorded.real)[0] for _ in range(2))
+        most = SAME[self._precision] * once.norm() + slack
+        if bool((once - again).norm() <= most) and bool((recorded.run()[0] - once).norm() > most):
+            raise RuntimeError("what it computes depends on its examples by more than the recorded operations")
+
+    def _made_up_examples(self, leaves: list[Tensor], structure: Any) -> list[list[Tensor]]:
+        """Three times `EXAMPLES` that are nobody's, the third ending in zeros."""
+        shapes = structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+        if self._made_up is None or self._made_up[0] != shapes:
+            like = tree_unflatten([leaf[:1] for leaf in leaves], structure)
+            with torch.random.fork_rng(devices=[]):
+                self._made_up = shapes, working_maker(self._model, self._loss, like)
+        make = self._made_up[1]
+        few = [make(0, EXAMPLES), make(1, EXAMPLES), *ending_in_zeros(make(2, EXAMPLES), 2)[:1]]
+        return [tree_flatten(batch)[0] for batch in few]
 
     def _as_graph(self, program: Program, recorded: _Recorded) -> Callable[[], tuple[Tensor, Tensor]]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -192,6 +234,15 @@ def _fill(recorded: _Recorded, leaves: list[Tensor], examples: int) -> None:
         recorded.examples = examples
 
 
+def _leave_out(recorded: _Recorded, finite: Tensor) -> None:
+    """Put an example that is finite, with weight zero, in the place of those that are not: 0 × NaN would be NaN."""
+    stand_in = int(finite.nonzero()[0])
+    for leaf in recorded.leaves:
+        leaf.copy_(torch.where(beside(finite, leaf), leaf, leaf[stand_in].clone()))
+    recorded.real.mul_(finite)
+    recorded.examples = -1
+
+
 def _place(model: nn.Module) -> object:
     """Changes whenever a recording would read memory that the model no longer uses, or run in another mode."""
     found: list[int | bool] = []
@@ -211,7 +262,7 @@ def _unmoved(model: nn.Module, device: torch.device) -> Iterator[None]:
         return versions_of(model), random.getstate(), str(np.random.get_state()), on_host
 
     before = state()
-    yield
+    yield  # an error in between is said instead
     after = state()
     if after[0] != before[0]:
         raise RuntimeError("its forward pass writes to the model")
