@@ -6,9 +6,10 @@
 A first, incomplete round (`results/tuning_range.jsonl`) set the range of learning rates. Every method has the same grid
 in a cell: a learning rate (for methods with a warm-up, of the phase after it), the number of epochs, and whether the
 weights are averaged, which is measured in the same run. A method whose best trial has the lowest or the highest rate of
-those tried for it is tried with half or twice that rate and as many epochs, until its best has neighbours on both sides.
+those tried for it is asked for with half or twice that rate and as many epochs, until its best has neighbours on both sides.
 One seed. Where the paper's TP-TopK is above ours, TP-TopK and DP-SGD have further trials from their choice, one change after
-the other, each kept if it is better: shifted views, more epochs, half and twice the first learning rate. Whoever repeats this on data of their own should know that each run costs its ε; here the data is public.
+the other, each kept if it is better: shifted views, more epochs, half and twice the first learning rate. Whoever repeats
+this on data of their own should know that each run costs its ε; here the data is public.
 """
 
 from __future__ import annotations

@@ -63,7 +63,19 @@ def test_what_was_tuned_further_is_that_of_the_results():
         own = [cell(further, dataset=dataset, target_epsilon=epsilon, method=m) for m in ("dp-sgd", "tp-rand", "tp-topk")]  # fmt: skip
         paper = published.MAIN[dataset, epsilon, "tp-topk"].mean
         assert f"| {' | '.join([NAMES[dataset], f'{epsilon:g}', *own, f'{paper:.2f}'])} |" in README
-        assert float(own[2].split()[0]) > paper, "as the README says"
+    document = (Path(__file__).parent.parent / "docs" / "reproduction.md").read_text(encoding="utf-8")
+    part = document.split("## Tuned further")[1].split("\n## ")[0]
+    gaps = [line.split(" | ") for line in part.splitlines() if "| tp-topk − " in line]
+    said = " ".join(README.split())
+    for other, name in (("the paper's", "the paper's"), ("dp-sgd", "DP-SGD"), ("tp-rand", "TP-Rand")):
+        found = [
+            cells[3].replace(" †", "").replace("-", "−").replace("0.", ".")
+            for cells in gaps
+            if cells[2] == f"tp-topk − {other}"
+        ]
+        assert re.search(
+            rf"TP-TopK − {name} (is )?{re.escape(found[0])}, {re.escape(found[1])} and {re.escape(found[2])}", said
+        )
 
 
 def test_the_papers_averages_are_those_of_the_document():
@@ -71,7 +83,7 @@ def test_the_papers_averages_are_those_of_the_document():
     averages = document.split("Cell by cell:")[0]
     for label, name in {
         "TP-TopK − TP-Rand, each as tuned": "tp-topk − tp-rand",
-        "TP-TopK − TP-Rand, TP-TopK's recipe for both (TP-Rand's runs partly on a CPU)": "tp-topk − tp-rand (TP-TopK's recipe)",
+        "TP-TopK − TP-Rand, TP-TopK's recipe for both": "tp-topk − tp-rand (TP-TopK's recipe)",
         "TP-TopK − DP-SGD": "tp-topk − dp-sgd",
         "ON-TopK − ON-Rand": "on-topk − on-rand",
         "ON-TopK − DP-SGD": "on-topk − dp-sgd",

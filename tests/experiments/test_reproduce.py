@@ -76,6 +76,7 @@ def test_all_passes_over_tables_without_the_dataset(tptopk, monkeypatch):
             "table diagnostics has no runs on mnist; give --only cifar10",
         ),
         (["figure-pipeline", "--quick", "--only", "fmnist"], "of no run on fmnist"),
+        (["table-further", "--quick", "--only", " , "], "--only names no dataset; give some of mnist,fmnist"),
         (
             ["all", "--render", "--results", "reslts"],
             "there are no runs in reslts to write about; give --results FOLDER",
@@ -88,6 +89,13 @@ def test_all_passes_over_tables_without_the_dataset(tptopk, monkeypatch):
 def test_what_a_person_got_wrong_is_one_line(tptopk, words, message):
     status, out, error = tptopk("reproduce", *words)
     assert status == 2 and not out and message in error and "Traceback" not in error
+
+
+def test_files_without_a_run_are_nothing_to_write_about(tptopk, tmp_path):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "further.jsonl").touch()  # as a run that was refused for want of data leaves it
+    status, _, error = tptopk("reproduce", "all", "--render")
+    assert status == 2 and "there are no runs in results" in error and not (tmp_path / "docs").exists()
 
 
 def test_an_interrupt_says_that_finished_runs_are_kept(tptopk, monkeypatch):

@@ -57,7 +57,7 @@ def reproduce_(
 
     folder = Path(results_) / ("quick" if quick else "")
     path = Path(out) if out is not None else folder / "reproduction.md" if quick else Path("docs/reproduction.md")
-    if render and not any((folder / f"{name}.jsonl").is_file() for name in recipes.TABLES):
+    if render and not any(results.read_results(folder / f"{name}.jsonl") for name in recipes.TABLES):
         raise Refusal(f"there are no runs in {folder} to write about; give --results FOLDER, or leave out --render")
     if not render:
         settle_device(nn.Linear(1, 1), device)

@@ -2,7 +2,8 @@
 
 All five methods train the same network on a dataset. Learning rates and averaging, which are not in the paper, were chosen
 on held-out training records from the same few values for each method, as were epochs where several were tried (`tuned.toml`,
-written by `benchmarks/tune_paper.py` from `results/tuning.jsonl`). Network, batch, views and clip norm were fixed before.
+written by `benchmarks/tune_paper.py` from `results/tuning.jsonl`). Network, batch, views and clip norm were fixed before,
+but for the views of what was tuned further.
 """
 
 from __future__ import annotations
@@ -251,6 +252,8 @@ def table_named(name: str, quick: bool = False, only: str | None = None, *, of_a
     if name not in TABLES:
         raise Refusal(f"unknown table {name!r}{nearest(name, TABLES)}")
     named = list(SETTINGS) if only is None else [word for word in map(str.strip, only.split(",")) if word]
+    if not named:
+        raise Refusal(f"--only names no dataset; give some of {','.join(SETTINGS)}, or leave it out")
     for dataset in named:
         if dataset not in SETTINGS:
             raise Refusal(f"unknown dataset {dataset!r}{nearest(dataset, SETTINGS)}")

@@ -25,7 +25,10 @@ def ratio_table(ratio: Outcomes) -> str:
                 paper = published.RATIO.get((dataset, value)) if epsilon == 8.0 else None
                 gap = gaps[value] = paired(chosen, chance)
                 whole += [(chosen, chance)] if len(chosen) == len(chance) == ratio.seeds else []
-                over = [paired(chosen, other) for other in (dense, control)]
+                over = [
+                    (paired(chosen, other), mark(ratio, {**own, "method": "tp-topk"}, {**where, **wanted}))
+                    for other, wanted in ((dense, {"method": "dp-sgd"}), (control, {"variant": recipes.TWO_PHASES}))
+                ]
                 theirs = None if paper is None else Spread(paper[1] - paper[0], None, 1)
                 rows.append(
                     [
@@ -35,10 +38,11 @@ def ratio_table(ratio: Outcomes) -> str:
                         *(cell(ratio, method=method, **own) for method in ("tp-rand", "tp-topk")),
                         "–" if paper is None else f"{paper[0]:.2f} / {paper[1]:.2f}",
                         *judged(gap, theirs, marked=mark(ratio, own))[:3],
-                        *(NOT_RUN if each is None else f"{each.words()}: {each.verdict}" for each in over),
+                        *(NOT_RUN if each is None else f"{each.words()}{on}: {each.verdict}" for each, on in over),
                     ]
                 )  # fmt: skip
-            notes += _trend(dataset, epsilon, gaps, averaged(whole))
+            all_of = ({**where, "variant": f"ρ = {value:g}"} for value in recipes.RATIOS)
+            notes += _trend(dataset, epsilon, gaps, averaged(whole), mark(ratio, *all_of))
     head = ["dataset", "ε", "ρ", "dp-sgd (ρ = 1)", "control (ρ = 1)", "tp-rand, its own recipe", "tp-rand", "tp-topk", "the paper's (one seed)", "tp-topk − tp-rand", "verdict", "the paper's", "tp-topk − dp-sgd", "tp-topk − control"]  # fmt: skip
     return table(head, rows) + "".join(f"\n\n{note}" for note in notes)
 
@@ -49,7 +53,9 @@ def _own_recipe(ratio: Outcomes, value: float, where: dict[str, Any]) -> str:
     return cell(ratio, variant=variant, **where) if ratio.select(variant=variant, **where) else "–"
 
 
-def _trend(dataset: str, epsilon: float, gaps: dict[float, Difference | None], average: Difference | None) -> list[str]:
+def _trend(
+    dataset: str, epsilon: float, gaps: dict[float, Difference | None], average: Difference | None, marked: str
+) -> list[str]:
     """Whether the gap falls as ρ grows, as the paper says it does, and what it is on average."""
     known = [(value, gap.mean) for value, gap in sorted(gaps.items()) if gap is not None]
     if len(known) < 2:
@@ -59,7 +65,7 @@ def _trend(dataset: str, epsilon: float, gaps: dict[float, Difference | None], a
     if epsilon == 8.0:
         paper = [(v, chosen - chance) for (d, v), (chance, chosen) in sorted(published.RATIO.items()) if d == dataset]
         text += f", of those from ρ = .2 to .8 at {_falls([k for k in known if 0.2 <= k[0] <= 0.8])}; in the paper at {_falls(paper)}"
-    return [text + "." + (f" Averaged over these ρ: {average.words()}: {average.verdict}." if average else "")]
+    return [text + "." + (f" Averaged over these ρ: {average.words()}{marked}: {average.verdict}." if average else "")]
 
 
 def _falls(gaps: Sequence[tuple[float, float]]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from tptopk.experiments import published, recipes
 from tptopk.experiments.recipes import PAPER
 from tptopk.report.outcomes import Difference, Outcomes, Spread, paired, spread
-from tptopk.report.paper_tables import NAMES, NOT_RUN, cell, judged, table
+from tptopk.report.paper_tables import NAMES, NOT_RUN, cell, judged, mark, table
 
 # ---- The stand-in for EyePACS ----------------------------------------------------------------------------------------
 
@@ -109,13 +109,14 @@ def advice_table(main: Outcomes, ratio: Outcomes) -> str:
             )
             if not advised or gap is None:
                 continue
+            marked = mark(main, *({**where, "method": m, "variant": PAPER} for m in ("tp-topk", "dp-sgd")))
             said = Counter(advice["verdict"] for advice in advised)
             agreed.update(_agreement(advice["verdict"], gap) for advice in advised)
             ratios = sorted({advice["active_ratio"] for advice in advised if advice["active_ratio"] is not None})
             rows.append(
                 [
                     NAMES[dataset], f"{epsilon:g}", ", ".join(f"{verdict} ({count})" for verdict, count in said.items()),
-                    ", ".join(f"{r:g}" for r in ratios) or "–", f"{gap.words()}: {gap.verdict}", _best_ratio(ratio, where),
+                    ", ".join(f"{r:g}" for r in ratios) or "–", f"{gap.words()}{marked}: {gap.verdict}", _best_ratio(ratio, where),
                 ]
             )  # fmt: skip
     if not rows:

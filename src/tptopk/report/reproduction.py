@@ -24,9 +24,11 @@ DRAWN = {"dataset": "cifar10", "method": "tp-topk", "target_epsilon": 3.0, "seed
 TUNING = ("tuning", "tuning_range")
 PROCESSES = 2  # at a time on one GPU, for runs that do not say it
 FURTHER = (
-    "Extra runs, no part of the main table: in the cells in which the paper's TP-TopK is above ours, TP-TopK and DP-SGD had four or five more trials each on held-out training records (Tuning, below): "
-    "every view moved one or two pixels along a diagonal and the other way (in training and in testing), half as many epochs again, half and twice the first learning rate. TP-Rand has TP-TopK's recipe. These cells were picked because ours were low in them, so part of a rise is chance; and what was chosen for DP-SGD may "
-    "have other views and epochs than what was chosen for TP-TopK."
+    "Extra runs, no part of the main table, of the cells in which the paper's TP-TopK is above ours: they were picked by test means, so part of a rise is chance. "
+    "TP-TopK and DP-SGD each had five changes tried in turn on held-out training records, each from the best so far (Tuning, below): every view replaced by two, moved one or two pixels along a diagonal, "
+    "one each way, so that twice as many are averaged, in training and in testing; half as many epochs again; half and twice the first learning rate. The last two are not the same thing for both: "
+    "DP-SGD's one rate had been tuned already, so that some of its trials repeat others, and TP-TopK's first rate, of its warm-up, had not been. TP-Rand has TP-TopK's recipe. "
+    "DP-SGD and TP-TopK may differ in all of it, as the rows of recipes say. The choices were made while the trials ran, and committed after the runs on the GPU."
 )
 
 
@@ -176,7 +178,8 @@ def _took(main: Outcomes) -> str:
         f" The {len(own)} runs of the five methods' own recipes that were made on a GPU took {sum(run['seconds'] for run in own):,.0f} s, each "
         f"process counting its own: they were made by {at_a_time} processes at a time on one GPU"
         f"{'' if all('processes' in run for run in own) else ' (what does not say how many, by two)'}, and divided by that it is {minutes:.0f} minutes. "
-        "Loading, features and the calibration of noise are not in that, and time by the clock was not kept."
+        "Loading, features and the calibration of noise are not in that, and time by the clock was not kept. Most are of older code; a dense step of ScatterNet takes a quarter more time now "
+        "(docs/performance.md), and the whole was not timed again."
     )
 
 
@@ -224,7 +227,7 @@ def _state(found: Mapping[str, Outcomes], tuning: Mapping[str, list[dict[str, An
     return "\n\n".join(
         [
             table(["file", "runs", "seconds", "device", "commit"], rows),
-            f"Runs of the tables: {sum(o.there for o in found.values())} of {sum(o.wanted for o in found.values())}, {shared} of them taken from another line. Seconds of all runs together: {total:,.0f}."
+            f"Runs of the tables: {sum(o.there for o in found.values())} of {sum(o.wanted for o in found.values())}, {shared} of them taken from another line. Seconds of the runs that are shown, each counted once: {total:,.0f}."
             + (f" Software: {', '.join(versions)}." if versions else ""),
         ]
     )
