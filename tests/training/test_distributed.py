@@ -13,6 +13,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -150,6 +151,19 @@ def test_more_processes_than_records(tmp_path):
     assert found[0]["weights"] == found[2]["weights"]
 
 
+@pytest.mark.parametrize("draws", [lambda: torch.randn(()), np.random.default_rng().standard_normal])
+def test_records_that_are_drawn_anew_whenever_they_are_read_are_not_taken_for_others(tmp_path, draws):
+    class Augmented(torch.utils.data.Dataset):
+        def __len__(self):
+            return RECORDS
+
+        def __getitem__(self, i):
+            return data()[0][i] + 0.01 * float(draws()), data()[1][i]
+
+    found = together(tmp_path, 2, lambda rank: train(rank, "dp-sgd", train_set=Augmented()))
+    assert found[0]["weights"] == found[1]["weights"]
+
+
 def test_what_one_process_refuses_all_refuse(tmp_path):
     def other_data(rank):
         train(rank, "dp-sgd", train_set=data(RECORDS + rank), out=tmp_path / "run")
@@ -162,6 +176,9 @@ def test_what_one_process_refuses_all_refuse(tmp_path):
     plans = [plan("dp-sgd"), plan("dp-sgd", epsilon=2.0)]
     found = end(tmp_path / "b", begin(tmp_path / "b", 2, lambda rank: train(rank, "dp-sgd", numbers=plans[rank])))
     assert all("different plans" in one["error"] or "could not begin" in one["error"] for one in found), found
+    shuffled = [data(), tuple(part[torch.randperm(RECORDS)] for part in data())]
+    found = end(tmp_path / "e", begin(tmp_path / "e", 2, lambda rank: train(rank, "dp-sgd", train_set=shuffled[rank])))
+    assert "hold different records" in found[1]["error"] and "could not begin" in found[0]["error"], found
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "ledger.jsonl").write_text("")
     out = tmp_path / "taken"

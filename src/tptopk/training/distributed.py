@@ -8,6 +8,7 @@ once, divides, and sends the private gradient to all. The model is not wrapped, 
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tptopk.gradients.examples import tensors_of
+from tptopk.gradients.traces import contents_of
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, SaidElsewhere
+from tptopk.training.sampling import Records, same_dice
+
+COMPARED = 64  # records by which processes tell whether they hold the same
 
 
 @contextmanager
@@ -98,6 +104,28 @@ class Team:
         theirs = self._send(ours.clone()) if self.size > 1 else ours
         if len(text) != length or not torch.equal(ours, theirs):
             raise Refusal("the processes have different plans; give every one of them the same")
+
+    def mark_of(self, records: Records) -> int:
+        """Of what some records hold, evenly spread; -1 where they are drawn anew each time they are read."""
+        if self.size == 1:
+            return -1
+        places = torch.linspace(0, len(records) - 1, min(len(records), COMPARED)).long()
+        found = []
+        with same_dice() as again:
+            for _ in range(2):
+                again()
+                found.append(contents_of(tensors_of(records.fetch(places))))
+        digest = hashlib.blake2b(repr(found[0]).encode(), digest_size=7).digest()
+        return int.from_bytes(digest, "big") if found[0] == found[1] else -1
+
+    def refuse_other_records(self, mark: int) -> None:
+        """A record that is another one's number in another process would count twice in one step, or more often than is charged."""
+        theirs = self.number(mark)
+        if -1 not in (mark, theirs) and mark != theirs:
+            raise Refusal(
+                "the processes hold different records, or the same in another order; whatever splits or shuffles them must be "
+                "given the same seed in every process"
+            )
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -143,6 +143,7 @@ def fit(
     with team.together():
         records, losses = records_and_losses(train_set, collate, loss, plan, views, unit, most_rows)
         check_length(records, plan)
+        mark = team.mark_of(records)
         device = settle_device(model, device)
         check_optimizer(optimizer, model)
         check_seed(seed)
@@ -172,6 +173,8 @@ def fit(
             )
     with team.together():
         team.refuse_other_plans(plan)
+    with team.together():
+        team.refuse_other_records(mark)
     team.equal_models(model)
     average = WeightAverage(model, ema) if ema is not None else None
     if resume and out is None:
