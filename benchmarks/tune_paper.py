@@ -24,7 +24,6 @@ from typing import Any
 from tptopk.experiments import recipes, reproduce, results
 from tptopk.experiments.features import features
 from tptopk.experiments.recipes import Recipe
-from tptopk.privacy.ledger import versions
 from tptopk.privacy.methods import METHODS
 from tptopk.training.updates import WeightAverage
 
@@ -232,7 +231,7 @@ def measured_with_averages(r: Recipe, data_dir: str | None, device: str) -> dict
     model = reproduce.network_for(r, train[0], made.scale)
     averages = [WeightAverage(model, decay) for decay in AVERAGES if decay]
     started = time.monotonic()
-    reproduce.train_one(r, train, model, on_step=lambda record: [average.update() for average in averages])
+    run = reproduce.train_one(r, train, model, on_step=lambda record: [average.update() for average in averages])
     seconds = round(time.monotonic() - started, 2)
 
     def value() -> float:
@@ -243,7 +242,8 @@ def measured_with_averages(r: Recipe, data_dir: str | None, device: str) -> dict
     for average in averages:
         average.write_to_model()
         values.append(value())
-    return {"recipe": r.identity(), "measured": values, "seconds": seconds, "versions": versions()}
+    said = reproduce.provenance(r, run, device, made.digest)
+    return {"measured": values, "seconds": seconds, **{key: said[key] for key in ("recipe", "device", "versions", "commit", "data", "ended")}}  # fmt: skip
 
 
 if __name__ == "__main__":
