@@ -109,6 +109,35 @@ def test_an_example_that_is_not_finite_changes_nothing_of_the_others_to_the_bit(
     assert again is not None and torch.allclose(again.flat, slow.flat, rtol=1e-4, atol=1e-6), "and all count again"
 
 
+def test_an_example_that_is_not_finite_is_left_out_of_the_same_throw_of_dice():
+    """Thrown again for its sake, dice would choose anew who else is finite: half of an example is dropped, and all of it now and then."""
+
+    class UnitLength(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drop, self.layer = nn.Dropout(0.5), nn.Linear(8, 2)
+
+        def forward(self, x):
+            found = self.drop(x)
+            return self.layer(found / found.norm(dim=1, keepdim=True))
+
+    torch.manual_seed(0)
+    model, x, y = UnitLength(), torch.zeros(40, 8), torch.ones(40, dtype=torch.long)
+    x[:, :2] = 1.0  # a fourth of them are 0 / 0
+    fixed, support = recorder(model), Support.full(model)
+    fixed.clipped_sum((x, y), support, 0.1)
+    fixed.clipped_sum((x, y), support, 0.1)
+    gone, silent = x.clone(), y.clone()
+    gone[0], silent[0] = float("nan"), -1
+    sums = []
+    for data in ((gone, y), (x, silent)):
+        torch.manual_seed(1)
+        found = fixed.clipped_sum(data, support, 0.1)
+        assert found is not None and bool(found.flat.any())
+        sums.append(found.flat)
+    assert torch.equal(*sums)
+
+
 class ByLength(nn.Module):
     """Reads the records' lengths on the host, for a mask."""
 
@@ -131,6 +160,28 @@ def test_numbers_that_a_program_read_on_the_host_are_nobodys_and_it_is_not_used(
     assert fixed.clipped_sum((x, y), support, 0.1) is None
     with pytest.warns(UserWarning, match="by more than the recorded operations"):
         assert fixed.clipped_sum((x, y), support, 0.1) is None
+
+
+def test_lengths_that_a_program_read_beside_two_classes_are_found_out():
+    class GivenLengths(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, batch):
+            found = self.layer(batch[0])
+            return torch.stack([found[n, : max(1, length)].mean(0) for n, length in enumerate(batch[1].tolist())])
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch), batch[2], reduction="none")
+
+    torch.manual_seed(0)
+    batch = torch.randn(8, 9, 3), torch.randint(1, 10, (8,)), torch.randint(0, 2, (8,))
+    model = GivenLengths()
+    fixed, support = FixedShapes(model, loss, compiled=True), Support.full(model)
+    fixed.clipped_sum(batch, support, 0.1)
+    with pytest.warns(UserWarning, match="by more than the recorded operations"):
+        assert fixed.clipped_sum(batch, support, 0.1) is None
 
 
 def test_a_recording_is_made_on_nobodys_examples(monkeypatch):

@@ -275,6 +275,64 @@ def test_a_model_that_sorts_its_batch_by_length_is_not_captured(axis, data):
     assert choose_engine(SortedByLength(axis), loss, data) == "vmap"
 
 
+class SortedWords(nn.Module):
+    """The same of texts, which end in an id that stands for nothing; or in numbers that do; or whose lengths are given."""
+
+    def __init__(self, pad: int, declared: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(100, 8, padding_idx=pad if declared else None)
+        self.inside, self.outside, self.pad = nn.Linear(8, 8), nn.Linear(8, 2), pad
+
+    def forward(self, ids):
+        order = (ids != self.pad).sum(1).argsort(descending=True, stable=True)
+        return self.outside(torch.tanh(self.inside(self.table(ids)[order])).mean(1)[order.argsort()])
+
+
+@pytest.mark.parametrize(
+    ("pad", "declared"),
+    [(0, True), (0, False), (1, False), (2, False), (3, False), (50, True), (99, True), (99, False)],
+)
+def test_texts_that_are_sorted_by_length_are_not_captured_whatever_pads_them(pad, declared):
+    """Two classes: made-up words are as many as the words take all the same."""
+    data = torch.zeros(1, 12, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    assert choose_engine(SortedWords(pad, declared), F.cross_entropy, data) == "vmap"
+
+
+@pytest.mark.parametrize("pad", [-1.0, float("nan")])
+def test_numbers_that_stand_for_nothing_are_tried_too(pad):
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.outside = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x):
+            real = ~x.isnan() if pad != pad else x != pad
+            order = real.all(2).sum(1).argsort(descending=True, stable=True)
+            return self.outside(torch.tanh(self.inside(torch.where(real, x, 0.0)[order])).mean(1)[order.argsort()])
+
+    data = torch.zeros(1, 9, 4), torch.zeros(1, dtype=torch.long)
+    assert choose_engine(Sorted(), F.cross_entropy, data) == "vmap"
+
+
+def test_lengths_that_stand_beside_the_records_are_tried_up_to_the_longest():
+    class Sorted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.outside = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x, lengths):
+            lengths = lengths.clamp(min=1)
+            order = lengths.argsort(descending=True, stable=True)
+            real = (torch.arange(x.shape[1]) < lengths[order][:, None])[..., None]
+            return self.outside(((torch.tanh(self.inside(x[order])) * real).sum(1) / real.sum(1))[order.argsort()])
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch[0], batch[1]), batch[2].clamp(0, 1), reduction="none")
+
+    data = torch.zeros(1, 9, 4), torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    assert choose_engine(Sorted(), loss, data) == "vmap"
+
+
 def test_a_batch_that_is_cut_to_its_longest_record_is_refused():
     class Cut(nn.Module):
         def __init__(self) -> None:

@@ -21,24 +21,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk.gradients.clipping import Clip, ClippedSum, gather, shapes_of
-from tptopk.gradients.examples import Batch, batch_length, beside, per_example
-from tptopk.gradients.mixing import EXAMPLES, Maker, ending_in_zeros
+from tptopk.gradients.examples import Batch, batch_length, per_example
+from tptopk.gradients.mixing import EXAMPLES, padded
 from tptopk.gradients.precision import computing_in, forward_in, slack
-from tptopk.gradients.probe import working_maker
+from tptopk.gradients.probe import on_cpu, working_maker
 from tptopk.gradients.traces import ModelChanged, unchanged, versions_of
 from tptopk.supports.support import Shifting, Support
 
-Program = Callable[
-    [list[Tensor], Tensor], tuple[Tensor, Tensor]
-]  # leaves, which count → flat sum, [size] which are finite
+Program = Callable[[list[Tensor], Tensor], Tensor]  # leaves, which of the examples count → flat sum
 SAME = {
     "fp32": 1e-2,
     "tf32": 1e-2,
     "bf16": 1e-1,
-}  # relative, of a recording and the ordinary way: a number that was kept is off by far more
+}  # relative, of a recording and the ordinary way; what was kept is more
 
 
-def _nothing() -> tuple[Tensor, Tensor]:
+def _nothing() -> Tensor:
     raise RuntimeError("nothing is recorded yet")
 
 
@@ -47,9 +45,9 @@ class _Recorded:
     """One computation with the tensors it reads and writes."""
 
     leaves: list[Tensor]
-    real: Tensor  # [size] ones, and zeros for padding and what is left out
-    run: Callable[[], tuple[Tensor, Tensor]]
-    examples: int = -1  # how many come first that are ones, and the others zeros
+    real: Tensor  # [size] ones, and zeros for padding
+    run: Callable[[], Tensor]
+    examples: int = -1  # how many of `real` are ones
 
 
 class FixedShapes:
@@ -81,7 +79,7 @@ class FixedShapes:
         self._place: object = None
         self._recorded: dict[Any, _Recorded] = {}
         self._refused = False
-        self._made_up: tuple[Any, Maker] | None = None
+        self._made_up: tuple[Any, list[Tensor], list[list[Tensor]]] | None = None
         self._pool: Any = None
 
     def clipped_sum(self, batch: Batch, support: Support, clip_norm: float) -> ClippedSum | None:
@@ -114,15 +112,7 @@ class FixedShapes:
                     return None
             recorded = self._recorded[key]
             _fill(recorded, leaves, examples)
-            flat, finite = recorded.run()
-            while not bool(finite.all()):
-                if not bool(finite[:examples].any()):
-                    flat = torch.zeros_like(flat)
-                    break
-                # By the same program: another one rounds the gradients of all the others in another way.
-                _leave_out(recorded, finite.clone())
-                flat, finite = recorded.run()
-            return ClippedSum(flat.clone(), shapes_of(self._model), clip_norm)
+            return ClippedSum(recorded.run().clone(), shapes_of(self._model), clip_norm)
 
     def forget(self) -> None:
         """Drop the recordings and the memory they hold."""
@@ -152,13 +142,14 @@ class FixedShapes:
         support, device = self._recorded_on, leaves[0].device
         assert support is not None
 
-        def program(leaves: list[Tensor], real: Tensor) -> tuple[Tensor, Tensor]:
+        def program(leaves: list[Tensor], real: Tensor) -> Tensor:
             clip = Clip(support, self._clipping)
             gather(self._model, self._loss, tree_unflatten(leaves, structure), "capture", clip, self._memory_limit)
             weights, finite = clip.weights(size, clip_norm, slack(self._precision, device), device)
-            return clip.sum(weights * real, None), finite
+            # Always by selection: one that is not finite must not choose another program, or another throw, for all the others.
+            return clip.sum(weights * real, ~finite)
 
-        few, *others = self._made_up_examples(leaves, structure)
+        few, others = self._made_up_examples(leaves, structure)
         place = torch.arange(size, device=device) % EXAMPLES
         recorded = _Recorded([leaf[place] for leaf in few], torch.ones(size, device=device), _nothing)
         with unchanged(self._model, "a step was recorded"), _unmoved(self._model, device):
@@ -168,31 +159,31 @@ class FixedShapes:
                 recorded.run = lambda: made(recorded.leaves, recorded.real)
             else:
                 recorded.run = self._as_graph(made, recorded)
-        for few in others:
-            for leaf, made_up in zip(recorded.leaves, few, strict=True):
+        while others:  # once: what a program keeps does not depend on the size that it is recorded for
+            for leaf, made_up in zip(recorded.leaves, others.pop(), strict=True):
                 leaf.copy_(made_up[place])
             self._refuse_another_sum(program, recorded, 1e-3 * size * clip_norm)
         return recorded
 
     def _refuse_another_sum(self, program: Program, recorded: _Recorded, slack: float) -> None:
         """Unless the model throws dice, whose sums differ anyway."""
-        once, again = (program(recorded.leaves, recorded.real)[0] for _ in range(2))
+        once, again = (program(recorded.leaves, recorded.real) for _ in range(2))
         most = SAME[self._precision] * once.norm() + slack
-        if bool((once - again).norm() <= most) and bool((recorded.run()[0] - once).norm() > most):
+        if bool((once - again).norm() <= most) and bool((recorded.run() - once).norm() > most):
             raise RuntimeError("what it computes depends on its examples by more than the recorded operations")
 
-    def _made_up_examples(self, leaves: list[Tensor], structure: Any) -> list[list[Tensor]]:
-        """Three times `EXAMPLES` that are nobody's, the third ending in zeros."""
+    def _made_up_examples(self, leaves: list[Tensor], structure: Any) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Examples that are nobody's, to record on; and others to compare with, which are used up."""
         shapes = structure, tuple((leaf.shape[1:], leaf.dtype) for leaf in leaves)
         if self._made_up is None or self._made_up[0] != shapes:
             like = tree_unflatten([leaf[:1] for leaf in leaves], structure)
             with torch.random.fork_rng(devices=[]):
-                self._made_up = shapes, working_maker(self._model, self._loss, like)
-        make = self._made_up[1]
-        few = [make(0, EXAMPLES), make(1, EXAMPLES), *ending_in_zeros(make(2, EXAMPLES), 2)[:1]]
-        return [tree_flatten(batch)[0] for batch in few]
+                make, trial = working_maker(self._model, self._loss, like), on_cpu(self._model)
+                others = [make(1, EXAMPLES), *padded(self._model, trial, self._loss, make(2, EXAMPLES))]
+            self._made_up = shapes, tree_flatten(make(0, EXAMPLES))[0], [tree_flatten(batch)[0] for batch in others]
+        return self._made_up[1], self._made_up[2]
 
-    def _as_graph(self, program: Program, recorded: _Recorded) -> Callable[[], tuple[Tensor, Tensor]]:
+    def _as_graph(self, program: Program, recorded: _Recorded) -> Callable[[], Tensor]:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -201,11 +192,11 @@ class FixedShapes:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            outputs = program(recorded.leaves, recorded.real)
+            output = program(recorded.leaves, recorded.real)
 
-        def replay() -> tuple[Tensor, Tensor]:
+        def replay() -> Tensor:
             graph.replay()
-            return outputs
+            return output
 
         return replay
 
@@ -232,15 +223,6 @@ def _fill(recorded: _Recorded, leaves: list[Tensor], examples: int) -> None:
         recorded.real[:examples] = 1.0
         recorded.real[examples:] = 0.0
         recorded.examples = examples
-
-
-def _leave_out(recorded: _Recorded, finite: Tensor) -> None:
-    """Put an example that is finite, with weight zero, in the place of those that are not: 0 × NaN would be NaN."""
-    stand_in = int(finite.nonzero()[0])
-    for leaf in recorded.leaves:
-        leaf.copy_(torch.where(beside(finite, leaf), leaf, leaf[stand_in].clone()))
-    recorded.real.mul_(finite)
-    recorded.examples = -1
 
 
 def _place(model: nn.Module) -> object:

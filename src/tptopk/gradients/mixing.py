@@ -163,24 +163,68 @@ def in_other_sizes(batch: Batch, unchanged: int = 0) -> list[Batch]:
 
 def ending_in_zeros(batch: Batch, seed: int) -> list[Batch]:
     """The batch with zeros (and booleans turned round) from some place on, another in each example: along the second axis, and along the last."""
-
-    def ended(leaf: Any, axis: int, shares: np.ndarray[Any, Any]) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.dim() < 2 or leaf.shape[axis] < 2:
-            return leaf
-        starts = torch.as_tensor(1 + (shares[: len(leaf)] * (leaf.shape[axis] - 1)).astype(int), device=leaf.device)
-        places = torch.arange(leaf.shape[axis], device=leaf.device).view(
-            -1, *[1] * (leaf.dim() - 1 - axis % leaf.dim())
-        )
-        beyond = places >= beside(starts, leaf)
-        return torch.where(beyond, ~leaf if leaf.dtype == torch.bool else torch.zeros_like(leaf), leaf)
-
-    leaves = tensors_of(batch)
-    generator, found = np.random.default_rng(20 + seed), []
+    leaves, form = tree_flatten(batch)
+    found = []
     for axis in (1, -1):
-        if any(leaf.dim() > 1 and leaf.shape[axis] > 1 and (axis == 1 or leaf.dim() > 2) for leaf in leaves):
-            shares = generator.permutation(np.linspace(0.0, 1.0, len(leaves[0]), endpoint=False))
-            found.append(tree_map(lambda leaf: ended(leaf, axis, shares), batch))  # noqa: B023
+        ended = [
+            _ended(leaf, axis, seed) if _is_filled(leaf) and (axis == 1 or leaf.dim() > 2) else leaf for leaf in leaves
+        ]
+        if any(new is not old for new, old in zip(ended, leaves, strict=True)):
+            found.append(tree_unflatten(ended, form))
     return found
+
+
+def padded(model: nn.Module, trial: nn.Module, loss: PerExampleLoss, batch: Batch) -> list[Batch]:
+    """The batch with records of different lengths, short and long ones in turn, in each way in which that is often said.
+
+    By zeros; by an id or a number that stands for nothing, from some place on; by whole numbers that may be lengths. What `trial`, the model
+    or a copy of it on a CPU, does not take, or gives no finite loss for, is left out.
+    """
+    leaves, form = tree_flatten(batch)
+    found = ending_in_zeros(batch, 0)
+    longest = max((max(leaf.shape[1:]) for leaf in leaves if _is_filled(leaf) and leaf.dim() > 1), default=1)
+    for n, leaf in enumerate(leaves):
+        if not _is_filled(leaf) or leaf.dtype == torch.bool:
+            continue
+        if leaf.dim() > 1:
+            ends = [-1.0, torch.nan] if _has_fractions(leaf) else [*_labels_to_ignore(model, leaf), 1, 2, 3]
+            changed = [_ended(leaf, axis, 0, end) for end in ends for axis in ((1, -1) if leaf.dim() > 2 else (1,))]
+        elif _is_whole(leaf.dtype):
+            changed = [_lengths(len(leaf), longest, 0).to(leaf)]
+        else:
+            continue
+        found += [tree_unflatten([*leaves[:n], new, *leaves[n + 1 :]], form) for new in changed if new is not leaf]
+    return [each for each in found if _runs(trial, model, loss, each)]
+
+
+def _lengths(examples: int, longest: int, seed: int) -> Tensor:
+    """From 1 to `longest`: of every two examples the first is short and the second long."""
+    order = np.random.default_rng(20 + seed)
+    shares = np.linspace(0.0, 1.0, examples)
+    short, long = order.permutation(shares[: (examples + 1) // 2]), order.permutation(shares[(examples + 1) // 2 :])
+    shares[0::2], shares[1::2] = short, long
+    return torch.as_tensor(1 + np.rint(shares * (longest - 1)).astype(int))
+
+
+def _ended(leaf: Tensor, axis: int, seed: int, end: float | None = None) -> Tensor:
+    """From some place on `end`, or zeros, or booleans turned round; the leaf itself where it has no such places."""
+    if leaf.dim() < 2 or leaf.shape[axis] < 2:
+        return leaf
+    starts = _lengths(len(leaf), leaf.shape[axis], seed).to(leaf.device)
+    places = torch.arange(leaf.shape[axis], device=leaf.device).view(-1, *[1] * (leaf.dim() - 1 - axis % leaf.dim()))
+    other = ~leaf if leaf.dtype == torch.bool else torch.full_like(leaf, 0 if end is None else end)
+    return torch.where(places >= beside(starts, leaf), other, leaf)
+
+
+@torch.no_grad()
+def _runs(trial: nn.Module, model: nn.Module, loss: PerExampleLoss, batch: Batch) -> bool:
+    device = next(trial.parameters()).device
+    try:
+        with torch.random.fork_rng():
+            losses = checked_losses(loss, trial, move(batch, device) if trial is not model else batch)
+    except Exception:
+        return False
+    return bool(torch.isfinite(losses).all())
 
 
 def _filled_with(value: float, batch: Batch) -> Batch:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tptopk.gradients.capture import Capture, NotCaptured
 from tptopk.gradients.clipping import ENGINES, per_example_gradients
@@ -36,9 +36,9 @@ from tptopk.gradients.mixing import (
     EXAMPLES,
     Maker,
     deterministic,
-    ending_in_zeros,
     held_fixed,
     in_other_sizes,
+    padded,
     refuse_mixing,
     refuse_mixing_among,
 )
@@ -47,6 +47,7 @@ from tptopk.gradients.traces import FirstBatch, refuse_traces, saved_contents
 from tptopk.privacy.refusal import Refusal, nearest
 from tptopk.supports.support import Support, trainable
 
+IDS = (10, 2, 1)  # of how many the made-up whole numbers are, the more the better
 TOLERANCE = 1e-3  # relative; a missing or doubled term is off by far more
 
 
@@ -64,7 +65,7 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
         first.refuse(losses, make(0, EXAMPLES), make(1, EXAMPLES))
         with torch.enable_grad():
             refuse_traces(model, losses, make)
-        refuse_mixing(model, losses, make, _on_cpu(model))
+        refuse_mixing(model, losses, make, on_cpu(model))
         reasons = []
         for candidate in ("capture", "vmap") if engine == "auto" else (engine,):
             try:
@@ -170,27 +171,51 @@ def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
     poor: Maker | None = None
     # A mask is true where something counts, or where it does not.
     truths = (0.0, 1.0) if any(t.dtype == torch.bool for t in tensors_of(like)) else (0.0,)
-    trial = _on_cpu(model)
+    trial = on_cpu(model)
+    leaves, form = tree_flatten(like)
+    whole = [n for n, leaf in enumerate(leaves) if _is_id(leaf)]
+
+    def maker(positive: bool, bounds: list[int], truth: float) -> Maker:
+        """`bounds`: below which the whole numbers of each leaf are."""
+
+        def make(seed: int, examples: int) -> Batch:
+            generator = np.random.default_rng(seed)
+            drawn = [made_up(leaf, generator, positive, ids, examples, truth) for leaf, ids in zip(leaves, bounds, strict=True)]  # fmt: skip
+            return tree_unflatten(drawn, form)
+
+        return make
+
+    def tried(make: Maker) -> Tensor:
+        """Losses, on a CPU."""
+        with torch.no_grad():
+            batch = tree_map(
+                lambda leaf: leaf.cpu() if trial is not model and isinstance(leaf, Tensor) else leaf, make(0, EXAMPLES)
+            )
+            return checked_losses(loss, trial, batch)
+
+    def richer(positive: bool, bounds: list[int], truth: float, losses: int) -> Maker:
+        """With more ids in each leaf that takes more, whatever others take: texts of many words though there are two classes."""
+        for n in whole:
+            for ids in IDS:
+                more = [*bounds[:n], ids, *bounds[n + 1 :]]
+                try:
+                    found = tried(maker(positive, more, truth)) if ids > bounds[n] else None
+                except Exception:
+                    continue
+                if found is None or (bool(torch.isfinite(found).all()) and int((found != 0).sum()) >= losses):
+                    bounds = more if found is not None else bounds
+                    break
+        return maker(positive, bounds, truth)
+
     for positive in (False, True):
-        for ids, truth in itertools.product((10, 2, 1), truths):
-
-            def make(
-                seed: int, examples: int, positive: bool = positive, ids: int = ids, truth: float = truth
-            ) -> Batch:
-                generator = np.random.default_rng(seed)
-                return tree_map(lambda leaf: made_up(leaf, generator, positive, ids, examples, truth), like)
-
+        for ids, truth in itertools.product(IDS, truths):
+            bounds = [ids] * len(leaves)
             try:
-                with torch.no_grad():
-                    batch = tree_map(
-                        lambda leaf: leaf.cpu() if trial is not model and isinstance(leaf, Tensor) else leaf,
-                        make(0, EXAMPLES),
-                    )
-                    losses = checked_losses(loss, trial, batch)
+                losses = tried(maker(positive, bounds, truth))
                 if bool(torch.isfinite(losses).all()):
                     if int((losses != 0).sum()) > EXAMPLES // 2:
-                        return make
-                    poor = poor or make
+                        return richer(positive, bounds, truth, int((losses != 0).sum()))
+                    poor = poor or maker(positive, bounds, truth)
                 problem = problem or ArithmeticError("its losses are not finite")
             except Refusal:
                 raise
@@ -205,7 +230,13 @@ def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
     ) from problem
 
 
-def _on_cpu(model: nn.Module) -> nn.Module:
+def _is_id(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+    return isinstance(leaf, (int, np.integer)) and not isinstance(leaf, (bool, np.bool_))
+
+
+def on_cpu(model: nn.Module) -> nn.Module:
     """An id out of range is an error on a CPU but the end of the process's GPU context, so ids are tried on a CPU."""
     return copy.deepcopy(model).cpu() if any(p.is_cuda for p in model.parameters()) else model
 
@@ -276,16 +307,14 @@ def _check_capture(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None
                 "of its own layer: it is used as a bare tensor, or inside a checkpoint"
             )
     _check_rows(capture, losses, torch.arange(EXAMPLES) == 0, rows_of(loss, batch))
-    for ragged in (batch, *ending_in_zeros(batch, 0)):
-        for bit in range((EXAMPLES - 1).bit_length()):  # two examples that change places differ in one of them
-            with Capture(model, EXAMPLES, rows_of(loss, ragged)) as capture, torch.enable_grad():
-                try:
-                    losses = loss(model, ragged)
-                except Exception:  # the model or the loss does not take zeros
-                    break
-            if not bool(torch.isfinite(losses).all()):
-                break
-            _check_rows(capture, losses, torch.arange(EXAMPLES) >> bit & 1 == 1, rows_of(loss, ragged))
+    tried = [(batch, bit) for bit in range((EXAMPLES - 1).bit_length())]  # two that change places differ in one of them
+    tried += [
+        (ragged, 0) for ragged in padded(model, on_cpu(model), loss, batch)
+    ]  # short and long ones take turns there
+    for ragged, bit in tried:
+        with Capture(model, EXAMPLES, rows_of(loss, ragged)) as capture, torch.enable_grad():
+            losses = checked_losses(loss, model, ragged)
+        _check_rows(capture, losses, torch.arange(EXAMPLES) >> bit & 1 == 1, rows_of(loss, ragged))
 
 
 def _check_rows(capture: Capture, losses: Tensor, chosen: Tensor, rows: int) -> None:
