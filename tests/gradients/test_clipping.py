@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.gradients.cases import make
+from tests.gradients.cases import CASES, make
 from tests.gradients.test_rules import flat, random_support
 from tptopk.gradients.capture import Capture
-from tptopk.gradients.clipping import ClippedSum, clipped_sum
+from tptopk.gradients.clipping import Clip, ClippedSum, clipped_sum
 from tptopk.gradients.contributions import Budget, Dense, Rows, squared_norms_of
 from tptopk.gradients.examples import take
 from tptopk.gradients.products import Products, Windows
@@ -40,6 +40,23 @@ def test_a_bad_record_contributes_zero(engine, bad, density, name):
         assert (with_bad - good).norm() <= 0.1 * (1 + 1e-5)
     else:
         torch.testing.assert_close(with_bad, good, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+@pytest.mark.parametrize("name", CASES)
+def test_leaving_records_out_by_selection_rounds_the_others_in_no_other_way(name, limit, monkeypatch):
+    """Else a record that is not finite would move all the others: the sum is made with a selection only where there is one."""
+    model, batch = make(name, 1, 150)
+    ordinary = Clip.sum
+    for density in (0.1, 1.0):
+        support, sums = random_support(model, density), []
+        for selected in (
+            lambda weights, left_out: left_out,
+            lambda weights, left_out: torch.zeros(len(weights), dtype=torch.bool),
+        ):
+            monkeypatch.setattr(Clip, "sum", lambda clip, w, left_out: ordinary(clip, w, selected(w, left_out)))  # noqa: B023
+            sums.append(clipped_sum(model, F.cross_entropy, batch, support, 0.1, memory_limit=limit).flat)
+        assert torch.equal(*sums)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tptopk.gradients.clipping import Clip, ClippedSum
+from tptopk.gradients.clipping import Clip, ClippedSum, left_out
 from tptopk.gradients.examples import Batch
 from tptopk.gradients.precision import computing_in
 from tptopk.gradients.traces import ModelChanged, refuse_changed, versions_of
@@ -304,9 +304,8 @@ class PrivateSteps:
             for name, contribution in drawn.recording.contributions().items():
                 clip.receive(name, contribution)
             weights, finite = clip.weights(drawn.part.size, clip_norm, 0.0, self.device)
-            left_out = None if bool(finite.all()) else ~finite
             shapes = {name: mask.shape for name, mask in support.masks.items()}
-            return ClippedSum(clip.sum(weights, left_out), shapes, clip_norm)
+            return ClippedSum(clip.sum(weights, left_out(finite)), shapes, clip_norm)
 
     def _release(self, total: ClippedSum | None, support: Support, phase: int, step: int) -> None:
         private = self._mechanism.release(total, support, phase, step)
