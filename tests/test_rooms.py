@@ -27,7 +27,7 @@ ALLOWED = {
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
-MECHANISM, RANDOMNESS, PROBE = "training/mechanism.py", "privacy/randomness.py", "gradients/probe.py"
+MECHANISM, RANDOMNESS, MADE_UP = "training/mechanism.py", "privacy/randomness.py", "gradients/made_up.py"
 
 
 def named(path: Path) -> str:
@@ -113,10 +113,10 @@ def test_only_the_mechanism_makes_private_gradients():
 
 
 def test_only_the_mechanism_draws_noise():
-    """Normal numbers are drawn by the mechanism, from streams; the probe's made-up examples are no data of anybody's."""
+    """Normal numbers are drawn by the mechanism, from streams; made-up examples are no data of anybody's."""
     assert [named(p) for p in FILES if calls(p, "normal")] == [MECHANISM]
     assert [named(p) for p in FILES if calls(p, "randn", "standard_normal", "randn_like", "normal_")] == [
-        PROBE,
+        MADE_UP,
         RANDOMNESS,
     ]
 

@@ -16,9 +16,7 @@ from torch.utils.data import (
 )
 
 import tptopk
-from tests.gradients.cases import LateMean
 from tests.integrations.loops import BATCH, N, network, private, records, sgd, train, with_samples
-from tptopk.gradients.traces import ModelChanged
 from tptopk.integrations.opacus import PrivacyEngine
 from tptopk.privacy.plan import PrivacyWarning
 from tptopk.privacy.refusal import Refusal
@@ -368,31 +366,6 @@ def test_a_noise_multiplier_where_the_noise_is_calibrated_is_sent_to_the_call_th
             module=model, optimizer=sgd(model), data_loader=loader_of(), target_epsilon=1.0, target_delta=1e-5, epochs=1,
             max_grad_norm=1.0, noise_multiplier=1.0,
         )  # fmt: skip
-
-
-@pytest.mark.parametrize("written", ["data", "copy_"])
-def test_a_module_that_keeps_what_it_was_run_on_stops_the_training_for_good(tmp_path, written):
-    engine, model, optimizer, loader = private(model=LateMean(network(), written))
-    train(model, optimizer, loader, steps=1)
-    model.armed = True
-    with pytest.raises(ModelChanged, match="was changed while it was run on the batch"):
-        train(model, optimizer, loader, steps=1)
-    for further in (
-        lambda: train(model, optimizer, loader, steps=1),
-        lambda: engine.statement(1e-5),
-        lambda: engine.save_checkpoint(path=tmp_path / "kept", module=model, optimizer=optimizer),
-    ):
-        with pytest.raises(ModelChanged):
-            further()
-
-
-def test_a_module_that_keeps_what_it_was_run_on_is_found_without_a_step():
-    _, model, optimizer, loader = private(model=LateMean(network(), "data"))
-    train(model, optimizer, loader, steps=1)
-    model.armed = True
-    with pytest.raises(ModelChanged):
-        for x, y in loader:
-            F.cross_entropy(model(x), y).backward()
 
 
 def test_a_trained_network_in_another_module_is_refused():

@@ -36,3 +36,10 @@ def make_run(
         config={"score": "paper", **config},
     )
     return folder
+
+
+def row(document: str, *cells: str) -> list[str]:
+    """The one table row that begins with these cells."""
+    begins = "| " + " | ".join(cells) + " |"
+    (found,) = (line for line in document.splitlines() if line.startswith(begins))
+    return [part.strip() for part in found.strip("|").split("|")]

@@ -22,18 +22,15 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk.gradients.clipping import Clip, ClippedSum, gather, shapes_of
 from tptopk.gradients.examples import Batch, batch_length, per_example
-from tptopk.gradients.mixing import EXAMPLES, padded
+from tptopk.gradients.made_up import EXAMPLES, on_cpu, working_maker
+from tptopk.gradients.mixing import padded
 from tptopk.gradients.precision import computing_in, forward_in, slack
-from tptopk.gradients.probe import on_cpu, working_maker
 from tptopk.gradients.traces import ModelChanged, unchanged, versions_of
 from tptopk.supports.support import Shifting, Support
 
 Program = Callable[[list[Tensor], Tensor], Tensor]  # leaves, which of the examples count → flat sum
-SAME = {
-    "fp32": 1e-2,
-    "tf32": 1e-2,
-    "bf16": 1e-1,
-}  # relative, of a recording and the ordinary way; what was kept is more
+# Relative, of a recording and the ordinary way; what was kept is more.
+SAME = {"fp32": 1e-2, "tf32": 1e-2, "bf16": 1e-1}
 
 
 def _nothing() -> Tensor:
@@ -165,10 +162,10 @@ class FixedShapes:
             self._refuse_another_sum(program, recorded, 1e-3 * size * clip_norm)
         return recorded
 
-    def _refuse_another_sum(self, program: Program, recorded: _Recorded, slack: float) -> None:
+    def _refuse_another_sum(self, program: Program, recorded: _Recorded, rounding: float) -> None:
         """Unless the model throws dice, whose sums differ anyway."""
         once, again = (program(recorded.leaves, recorded.real) for _ in range(2))
-        most = SAME[self._precision] * once.norm() + slack
+        most = SAME[self._precision] * once.norm() + rounding
         if bool((once - again).norm() <= most) and bool((recorded.run() - once).norm() > most):
             raise RuntimeError("what it computes depends on its examples by more than the recorded operations")
 

@@ -17,16 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from tptopk.gradients.examples import Batch, PerExampleLoss, beside, checked_losses, move, take, tensors_of
+from tptopk.gradients.examples import Batch, PerExampleLoss, beside, checked_losses, take, tensors_of
+from tptopk.gradients.made_up import EXAMPLES, Maker, is_whole, losses_on
 from tptopk.privacy.refusal import Refusal
 
-EXAMPLES = 8
 IGNORED = (-100, -1, 255)  # labels that commonly mean: this one does not count
 SIZES = (1e3, 1e6)  # of records that others must not notice
 LARGE = 10**6  # a whole number that no class, but many an id or a count may be
-
-Maker = Callable[[int, int], Batch]  # (seed, number of examples) → made-up batch
-
 
 MIXED = (
     "an example's loss depends on the other examples of its batch, so clipping one gradient does not bound one record's influence; "
@@ -189,12 +186,12 @@ def padded(model: nn.Module, trial: nn.Module, loss: PerExampleLoss, batch: Batc
         if leaf.dim() > 1:
             ends = [-1.0, torch.nan] if _has_fractions(leaf) else [*_labels_to_ignore(model, leaf), 1, 2, 3]
             changed = [_ended(leaf, axis, 0, end) for end in ends for axis in ((1, -1) if leaf.dim() > 2 else (1,))]
-        elif _is_whole(leaf.dtype):
+        elif is_whole(leaf.dtype):
             changed = [_lengths(len(leaf), longest, 0).to(leaf)]
         else:
             continue
         found += [tree_unflatten([*leaves[:n], new, *leaves[n + 1 :]], form) for new in changed if new is not leaf]
-    return [each for each in found if _runs(trial, model, loss, each)]
+    return [each for each in found if _finite(trial, model, loss, each)]
 
 
 def _lengths(examples: int, longest: int, seed: int) -> Tensor:
@@ -217,14 +214,12 @@ def _ended(leaf: Tensor, axis: int, seed: int, end: float | None = None) -> Tens
 
 
 @torch.no_grad()
-def _runs(trial: nn.Module, model: nn.Module, loss: PerExampleLoss, batch: Batch) -> bool:
-    device = next(trial.parameters()).device
+def _finite(trial: nn.Module, model: nn.Module, loss: PerExampleLoss, batch: Batch) -> bool:
     try:
         with torch.random.fork_rng():
-            losses = checked_losses(loss, trial, move(batch, device) if trial is not model else batch)
+            return bool(torch.isfinite(losses_on(trial, model, loss, batch)).all())
     except Exception:
         return False
-    return bool(torch.isfinite(losses).all())
 
 
 def _filled_with(value: float, batch: Batch) -> Batch:
@@ -254,7 +249,7 @@ def _with_masks_and_ignored(
     """
     leaves = tree_flatten(make(0, EXAMPLES))[0]
     masks = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and leaf.dtype == torch.bool]
-    whole = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and _is_whole(leaf.dtype)]
+    whole = [n for n, leaf in enumerate(leaves) if _is_filled(leaf) and is_whole(leaf.dtype)]
 
     def changed(
         pair: list[Batch], which: list[int], how: Callable[[Tensor, np.random.Generator], Tensor]
@@ -267,10 +262,9 @@ def _with_masks_and_ignored(
         return found
 
     def runs(pair: list[Batch]) -> bool:
-        device = next(trial.parameters()).device
         try:
             for batch in pair:
-                checked_losses(loss, trial, move(batch, device) if trial is not model else batch)
+                losses_on(trial, model, loss, batch)
         except Exception:
             return False
         return True
@@ -294,10 +288,6 @@ def _with_masks_and_ignored(
 
 def _is_filled(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.numel() > 0
-
-
-def _is_whole(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 def _scattered(leaf: Tensor, generator: np.random.Generator) -> Tensor:

@@ -9,16 +9,10 @@ that the engine's gradient of every single example is the reference's. It puts w
 
 from __future__ import annotations
 
-import copy
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from tptopk.gradients.capture import Capture, NotCaptured
 from tptopk.gradients.clipping import ENGINES, per_example_gradients
@@ -30,11 +24,9 @@ from tptopk.gradients.examples import (
     refuse_foreign_leaves,
     rows_of,
     take,
-    tensors_of,
 )
+from tptopk.gradients.made_up import EXAMPLES, Maker, on_cpu, put_back, working_maker
 from tptopk.gradients.mixing import (
-    EXAMPLES,
-    Maker,
     deterministic,
     held_fixed,
     in_other_sizes,
@@ -47,7 +39,6 @@ from tptopk.gradients.traces import FirstBatch, refuse_traces, saved_contents
 from tptopk.privacy.refusal import Refusal, nearest
 from tptopk.supports.support import Support, trainable
 
-IDS = (10, 2, 1)  # of how many the made-up whole numbers are, the more the better
 TOLERANCE = 1e-3  # relative; a missing or doubled term is off by far more
 
 
@@ -58,7 +49,7 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
     refuse_unsuitable(model)
     refuse_foreign_leaves(like)
     losses = per_example(loss)
-    with _put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         first = FirstBatch(model)
         make = working_maker(model, losses, like)
         _refuse_unused(model, losses, make)  # its call also fills caches that are filled once
@@ -84,7 +75,7 @@ def choose_engine(model: nn.Module, loss: Callable[..., Tensor], like: Batch, en
 def refuse_mixing_in_batches(model: nn.Module, loss: Callable[..., Tensor], like: Batch, examples: int) -> None:
     """Refuse a loss that compares examples once there are as many as a batch will have, or as many of these as memory holds."""
     losses = per_example(loss)
-    with _put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with put_back(model), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         make, before = working_maker(model, losses, like), saved_contents(model)
         while examples > 2 * EXAMPLES:
             try:
@@ -130,131 +121,6 @@ def refuse_unsuitable(model: nn.Module) -> None:
             )
 
 
-def made_up(
-    value: Any,
-    generator: np.random.Generator,
-    positive: bool = False,
-    ids: int = 2,
-    examples: int | None = None,
-    truth: float = 0.0,
-) -> Any:
-    """A value of the same shape and type that is nobody's: normal (or positive) numbers, ids below `ids`, booleans true at the rate `truth`."""
-    if isinstance(value, (bool, np.bool_)):
-        return bool(generator.random() < truth)
-    if isinstance(value, (int, np.integer)):
-        return int(generator.integers(ids))
-    if isinstance(value, (float, np.floating)):
-        return float(generator.standard_normal())
-    if isinstance(value, str):
-        return "ab"[generator.integers(2)]
-    if isinstance(value, np.ndarray):
-        return made_up(torch.from_numpy(value), generator, positive, ids, truth=truth).numpy()
-    if not isinstance(value, Tensor):
-        return value
-    shape = tuple(value.shape) if examples is None else (examples, *value.shape[1:])
-    drawn: np.ndarray[Any, Any]
-    if value.dtype == torch.bool:
-        drawn = generator.random(shape) < truth
-    elif value.is_floating_point() or value.is_complex():
-        drawn = generator.uniform(0.1, 1.0, shape) if positive else generator.standard_normal(shape)
-    else:
-        drawn = generator.integers(0, ids, shape)
-    return torch.as_tensor(drawn).to(value.dtype).to(value.device)
-
-
-def working_maker(model: nn.Module, loss: PerExampleLoss, like: Batch) -> Maker:
-    """The richest made-up values that the model runs on with finite losses: normal inputs and many ids, if it can be.
-
-    A label that is no class has a loss of zero and shows nothing, so values with losses that are mostly zero come last.
-    """
-    problem: Exception | None = None
-    poor: Maker | None = None
-    # A mask is true where something counts, or where it does not.
-    truths = (0.0, 1.0) if any(t.dtype == torch.bool for t in tensors_of(like)) else (0.0,)
-    trial = on_cpu(model)
-    leaves, form = tree_flatten(like)
-    whole = [n for n, leaf in enumerate(leaves) if _is_id(leaf)]
-
-    def maker(positive: bool, bounds: list[int], truth: float) -> Maker:
-        """`bounds`: below which the whole numbers of each leaf are."""
-
-        def make(seed: int, examples: int) -> Batch:
-            generator = np.random.default_rng(seed)
-            drawn = [made_up(leaf, generator, positive, ids, examples, truth) for leaf, ids in zip(leaves, bounds, strict=True)]  # fmt: skip
-            return tree_unflatten(drawn, form)
-
-        return make
-
-    def tried(make: Maker) -> Tensor:
-        """Losses, on a CPU."""
-        with torch.no_grad():
-            batch = tree_map(
-                lambda leaf: leaf.cpu() if trial is not model and isinstance(leaf, Tensor) else leaf, make(0, EXAMPLES)
-            )
-            return checked_losses(loss, trial, batch)
-
-    def richer(positive: bool, bounds: list[int], truth: float, losses: int) -> Maker:
-        """With more ids in each leaf that takes more, whatever others take: texts of many words though there are two classes."""
-        for n in whole:
-            for ids in IDS:
-                more = [*bounds[:n], ids, *bounds[n + 1 :]]
-                try:
-                    found = tried(maker(positive, more, truth)) if ids > bounds[n] else None
-                except Exception:
-                    continue
-                if found is None or (bool(torch.isfinite(found).all()) and int((found != 0).sum()) >= losses):
-                    bounds = more if found is not None else bounds
-                    break
-        return maker(positive, bounds, truth)
-
-    for positive in (False, True):
-        for ids, truth in itertools.product(IDS, truths):
-            bounds = [ids] * len(leaves)
-            try:
-                losses = tried(maker(positive, bounds, truth))
-                if bool(torch.isfinite(losses).all()):
-                    if int((losses != 0).sum()) > EXAMPLES // 2:
-                        return richer(positive, bounds, truth, int((losses != 0).sum()))
-                    poor = poor or maker(positive, bounds, truth)
-                problem = problem or ArithmeticError("its losses are not finite")
-            except Refusal:
-                raise
-            except Exception as error:
-                problem = error
-    if poor is not None:
-        return poor
-    shapes = [tuple(t.shape[1:]) for t in tensors_of(like)]
-    raise Refusal(
-        f"the model or the loss failed on made-up examples of the data's shapes {shapes}: {type(problem).__name__}: {problem}"
-        + _channels_first(model, shapes[0] if shapes else ())
-    ) from problem
-
-
-def _is_id(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
-    return isinstance(leaf, (int, np.integer)) and not isinstance(leaf, (bool, np.bool_))
-
-
-def on_cpu(model: nn.Module) -> nn.Module:
-    """An id out of range is an error on a CPU but the end of the process's GPU context, so ids are tried on a CPU."""
-    return copy.deepcopy(model).cpu() if any(p.is_cuda for p in model.parameters()) else model
-
-
-def _channels_first(model: nn.Module, shape: tuple[int, ...]) -> str:
-    """What to do where the first layer is a convolution, and images of `shape` have no channel or have it last."""
-    layers = ((name, m) for name, m in model.named_modules() if next(m.parameters(recurse=False), None) is not None)
-    name, layer = next(layers, ("", model))
-    if not isinstance(layer, nn.Conv2d):
-        return ""
-    takes = f"; layer {name!r} (Conv2d) takes images as ({layer.in_channels}, height, width) and these are {shape}: "
-    if len(shape) == 2 and layer.in_channels == 1:
-        return takes + "x[:, None] adds the channel"
-    if len(shape) == 3 and shape[2] == layer.in_channels != shape[0]:
-        return takes + "put the channels first, by numpy.moveaxis(x, -1, 1)"
-    return ""
-
-
 def _refuse_unused(model: nn.Module, loss: PerExampleLoss, make: Maker) -> None:
     """Every parameter is used."""
     with torch.enable_grad():
@@ -283,7 +149,7 @@ def same_in_both(model: nn.Module, loss: PerExampleLoss, batch: Batch, other: Ba
         return value.detach(), torch.cat([g.flatten() for g in dense])
 
     parameters = list(trainable(model).values())
-    with _put_back(model), deterministic(model, loss, batch), torch.enable_grad():
+    with put_back(model), deterministic(model, loss, batch), torch.enable_grad():
         (here, gradient), (there, another) = first(batch), first(other)
     near = (gradient - another).norm() <= TOLERANCE * gradient.norm() + 1e-6
     return bool(near) and torch.allclose(here, there, rtol=1e-4, atol=1e-5)
@@ -308,9 +174,8 @@ def _check_capture(model: nn.Module, loss: PerExampleLoss, batch: Batch) -> None
             )
     _check_rows(capture, losses, torch.arange(EXAMPLES) == 0, rows_of(loss, batch))
     tried = [(batch, bit) for bit in range((EXAMPLES - 1).bit_length())]  # two that change places differ in one of them
-    tried += [
-        (ragged, 0) for ragged in padded(model, on_cpu(model), loss, batch)
-    ]  # short and long ones take turns there
+    # Short and long ones take turns in these.
+    tried += [(ragged, 0) for ragged in padded(model, on_cpu(model), loss, batch)]
     for ragged, bit in tried:
         with Capture(model, EXAMPLES, rows_of(loss, ragged)) as capture, torch.enable_grad():
             losses = checked_losses(loss, model, ragged)
@@ -378,24 +243,6 @@ def _check_batch_against_reference(
         gaps = [(fast[name][i] - g if name in fast else g).norm() for name, g in example.items()]
         if not bool(torch.stack(gaps).norm() <= TOLERANCE * norms[i] + 1e-6):
             raise NotCaptured("on made-up examples its gradients are not the reference's")
-
-
-@contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
-    """Move the weights off special values (zeros hide what they multiply), and put everything back afterwards."""
-    state = [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
-    generator = np.random.default_rng(2)
-    try:
-        with torch.no_grad():
-            for p in trainable(model).values():
-                p.add_(
-                    torch.as_tensor(0.05 * generator.standard_normal(tuple(p.shape)), dtype=p.dtype, device=p.device)
-                )
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, before in state:
-                tensor.copy_(before)
 
 
 def _uses(losses: Tensor) -> dict[int, int]:

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, take
-from tptopk.gradients.mixing import EXAMPLES, Maker, in_other_sizes
+from tptopk.gradients.made_up import EXAMPLES, Maker
+from tptopk.gradients.mixing import in_other_sizes
 from tptopk.privacy.refusal import Refusal
 
 OWN = ("_parameters", "_buffers", "_modules")  # where a module keeps what it names itself

@@ -17,8 +17,11 @@ Cells = dict[tuple[str, float], list[dict[str, Any]]]  # (dataset, ε) → the t
 def tuned(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
     """`tuning`: the trials of `tuning.jsonl`, and those of `tuning_range.jsonl` before them."""
     cells: Cells = {}
-    further = [trial for trial in tuning["tuning"] if trial["recipe"]["variant"] == recipes.FURTHER]
-    for trial in [trial for trial in tuning["tuning"] if trial not in further]:
+    further: list[dict[str, Any]] = []
+    for trial in tuning["tuning"]:
+        if trial["recipe"]["variant"] == recipes.FURTHER:
+            further.append(trial)
+            continue
         cells.setdefault((trial["recipe"]["dataset"], trial["recipe"]["target_epsilon"]), []).append(trial)
     parts = [
         "Of what the paper does not say, learning rates, the averaging of weights and, where several were tried, epochs were chosen by "
@@ -33,10 +36,11 @@ def tuned(tuning: Mapping[str, list[dict[str, Any]]]) -> str:
         parts.append(
             f"An earlier, incomplete round of {len(tuning['tuning_range'])} trials (`tuning_range.jsonl`) set the range of learning rates."
         )
-    return "\n\n".join([*parts, _tried(cells), *_margins(cells), _chosen(cells), *_further(further)])
+    chosen = tomllib.loads(recipes.TUNED.read_text(encoding="utf-8")) if recipes.TUNED.exists() else {}
+    return "\n\n".join([*parts, _tried(cells), *_margins(cells), _chosen(cells, chosen), *_further(further, chosen)])
 
 
-def _further(trials: list[dict[str, Any]]) -> list[str]:
+def _further(trials: list[dict[str, Any]], chosen: Mapping[str, Any]) -> list[str]:
     """The trials from a choice on, in their order: each changes the best so far in one thing."""
     if not trials:
         return []
@@ -47,7 +51,7 @@ def _further(trials: list[dict[str, Any]]) -> list[str]:
             [
                 NAMES.get(r["dataset"], r["dataset"]), f"{r['target_epsilon']:g}", r["method"], f"{r['shift']}", f"{r['epochs']:g}",
                 f"{r['learning_rate']:g}", f"{r['second_learning_rate']:g}" if r["second_learning_rate"] else "–",
-                f"{best:.2f}{' (chosen)' if _is_chosen(r, best) else ''}",
+                f"{best:.2f}{' (chosen)' if _is_chosen(r, best, chosen) else ''}",
             ]
         )  # fmt: skip
     head = ["dataset", "ε", "method", "views moved by", "epochs", "learning rate", "after the warm-up", "held-out accuracy"]  # fmt: skip
@@ -58,16 +62,11 @@ def _further(trials: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def _is_chosen(trial: Mapping[str, Any], measured: float) -> bool:
-    of_method = _chosen_so_far().get(trial["dataset"], {}).get(f"{trial['target_epsilon']:g}", {})
+def _is_chosen(trial: Mapping[str, Any], measured: float, chosen: Mapping[str, Any]) -> bool:
+    of_method = chosen.get(trial["dataset"], {}).get(f"{trial['target_epsilon']:g}", {})
     found = of_method.get(trial["method"], {}).get("further", {})
     said = {key: value for key, value in found.items() if key not in ("held_out", "ema")}
     return found.get("held_out") == measured and all(trial[key] == value for key, value in said.items())
-
-
-def _chosen_so_far() -> dict[str, Any]:
-    """dataset → ε → method → what was chosen for it."""
-    return tomllib.loads(recipes.TUNED.read_text(encoding="utf-8")) if recipes.TUNED.exists() else {}
 
 
 def _rate(recipe: Mapping[str, Any]) -> float:
@@ -113,8 +112,8 @@ def _margins(cells: Cells) -> list[str]:
     ]
 
 
-def _chosen(cells: Cells) -> str:
-    chosen = _chosen_so_far()
+def _chosen(cells: Cells, chosen: Mapping[str, Any]) -> str:
+    """`chosen`: dataset → ε → method → what was chosen for it."""
     if not chosen:
         return f"Nothing is chosen yet: `{recipes.TUNED.name}` is not there."
 

@@ -12,8 +12,8 @@ from torch.utils.data import Subset
 
 from tptopk.gradients.clipping import clipped_sum
 from tptopk.gradients.examples import Batch, take
+from tptopk.gradients.made_up import working_maker
 from tptopk.gradients.memory import memory_bound
-from tptopk.gradients.probe import working_maker
 from tptopk.privacy.plan import Plan
 from tptopk.privacy.refusal import Refusal, check_number
 from tptopk.supports.selection import top_k

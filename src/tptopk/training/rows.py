@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from tptopk.gradients.examples import Batch
-from tptopk.gradients.probe import made_up
+from tptopk.gradients.made_up import made_up
 from tptopk.privacy.refusal import Refusal, check_count
 from tptopk.training.sampling import Collate, Records, same_dice
 

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, move, take, tensors_of
-from tptopk.gradients.probe import made_up, same_in_both
+from tptopk.gradients.made_up import made_up
+from tptopk.gradients.probe import same_in_both
 from tptopk.privacy.randomness import Streams
 from tptopk.privacy.refusal import Refusal
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tptopk.gradients.examples import Batch, PerExampleLoss, batch_length, per_example, take
-from tptopk.gradients.mixing import EXAMPLES
-from tptopk.gradients.probe import choose_engine, working_maker
+from tptopk.gradients.made_up import EXAMPLES, working_maker
+from tptopk.gradients.probe import choose_engine
 from tptopk.privacy.refusal import Refusal
 
 Labels = Mapping[str, Tensor]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tptopk.gradients.examples import Batch, PerExampleLoss
-from tptopk.gradients.mixing import EXAMPLES
-from tptopk.gradients.probe import choose_engine, refuse_mixing_in_batches, working_maker
+from tptopk.gradients.made_up import EXAMPLES, working_maker
+from tptopk.gradients.probe import choose_engine, refuse_mixing_in_batches
 from tptopk.privacy.refusal import Refusal
 from tptopk.training.checks import most_examples
 
